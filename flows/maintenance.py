@@ -35,7 +35,6 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.storage.gc import Finding
-from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.verify import VerifiedStep
 
 logger = logging.getLogger(__name__)
@@ -121,28 +120,16 @@ async def replicate_step(root: str, step: int, url: str) -> None:
     await replicate(root, step, url)
 
 
-async def request_replication(request: SaveRequest) -> None:
-    """Create a flow run that copies a committed checkpoint to the job's remote, if it has one.
-
-    A root with a required remote needs none, because the save itself uploads the step. A failure is
-    logged and does not affect the save.
-    """
-    if request.kind != "checkpoint":
-        return
-    try:
-        job = await run_in_thread(read_job_settings, request.root)
-        if not job.remote or job.remote_required:
-            return
-        fields = {
-            "parameters": {"root": request.root, "step": request.step, "url": job.remote},
-            "name": f"{name_job(Path(request.root))}: replicate step {request.step}",
-            "tags": request.tags,
-            "idempotency_key": f"{request.key}/replicate",
-        }
-        async with PrefectApi(Settings()) as api:
-            await api.create_flow_run(fields, DEPLOYMENT)
-    except Exception as error:
-        logger.warning("%s is committed; cannot request its copy: %r", request.run_name, error)
+async def request_replication(request: SaveRequest, url: str) -> None:
+    """Create a flow run that copies a committed checkpoint to the job's remote."""
+    fields = {
+        "parameters": {"root": request.root, "step": request.step, "url": url},
+        "name": f"{name_job(Path(request.root))}: replicate step {request.step}",
+        "tags": request.tags,
+        "idempotency_key": f"{request.key}/replicate",
+    }
+    async with PrefectApi(Settings()) as api:
+        await api.create_flow_run(fields, DEPLOYMENT)
 
 
 @flow(name="verify", **_OPTIONS)

@@ -2,19 +2,19 @@
 
 Images are persisted on the nodes whose shared memory holds them. The commit
 task starts after the results of all nodes are known: a Prefect flow can be Completed although a
-task died. What follows the commit (export, replication, pruning) can fail and be retried without
-affecting the committed step.
+task died. The order of all parts, and of what follows the commit, is that of `pipeline.order`.
 
 On few nodes, each component of each node has a Prefect task, which the Prefect UI shows. On many,
 so many task runs would cost the server more than anything else in the save. There, one Prefect task
 serves a group of nodes: it runs in the worker, has one plain Ray task on each node persist all of
-the node's components, and repeats alone what failed with an I/O error.
+the node's components, and repeat alone what failed with an I/O error.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from prefect import flow, get_run_logger, task
 from prefect.client.schemas.objects import State
@@ -45,20 +45,21 @@ from trinity_sync.orchestration.recovery.flow_runs import try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
+from trinity_sync.pipeline.order import Driver, drive
 from trinity_sync.pipeline.save import (
-    RETRY_DELAYS_S,
     Share,
     export_requested_models,
     free_slots,
-    is_io_error,
     list_shares,
     mark_images_failed,
 )
 from trinity_sync.pipeline.several_nodes import await_commit
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.job_settings import read_job_settings, read_required_remote
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
+
+T = TypeVar("T")
 
 MOST_SINGLE_NODES = 8
 """Nodes up to which each component of each node has a task run of its own."""
@@ -183,35 +184,21 @@ class NodeGroup:
         return " .. ".join(dict.fromkeys((names[0], names[-1])))
 
     async def persist(self, node: NodeSave) -> None:
-        """Persist the shares of one node, and repeat those that failed with an I/O error."""
-        logger, shares, delays_s = get_run_logger(), self.nodes[node], [*RETRY_DELAYS_S]
-        while shares:
-            again: dict[Share, Exception] = {}
-            for share, outcome in zip(shares, await self._attempt(node, shares), strict=True):
-                error = outcome.get_error()
-                if error and delays_s and is_io_error(error):
-                    again[share] = error
-                    continue
-                node.add_outcome(self.request, share, error or outcome.unwrap())
-                if error:
-                    seen = node.errors[share.what]
-                    why = seen if isinstance(seen, TrinitySyncError) else outcome.traceback or seen
-                    logger.error("node %s, %s: %s", node.name, share.what, why)
-            if again:
-                what, (first, *_) = ", ".join(share.what for share in again), again.values()
-                pause_s = delays_s.pop(0)
-                logger.warning("node %s: repeating %s in %g s: %s", node.name, what, pause_s, first)
-                await asyncio.sleep(pause_s)
-            shares = [*again]
-
-    async def _attempt(
-        self, node: NodeSave, shares: Sequence[Share]
-    ) -> Sequence[Outcome[Persisted]]:
+        """Persist the shares of one node, which repeats those that fail with an I/O error."""
+        request, shares = self.request, tuple(self.nodes[node])
+        outcomes: list[Outcome[Persisted]]
         try:
-            arguments = self.request, tuple(shares), node.shards
-            return await run_on_node(node.name, self.request.root, persist_node, *arguments)
+            arguments = request, shares, node.shards
+            outcomes = await run_on_node(node.name, request.root, persist_node, *arguments)
         except Exception as error:  # of Ray: the node or its process died
-            return [Outcome(error=error)] * len(shares)
+            outcomes = [Outcome(error=error)] * len(shares)
+        for share, outcome in zip(shares, outcomes, strict=True):
+            failed = outcome.get_error()
+            node.add_outcome(request, share, failed or outcome.unwrap())
+            if failed:
+                seen = node.errors[share.what]
+                why = seen if isinstance(seen, TrinitySyncError) else outcome.traceback or seen
+                get_run_logger().error("node %s, %s: %s", node.name, share.what, why)
 
 
 @task(name="persist", persist_result=False)
@@ -232,6 +219,133 @@ async def persist_group(group: NodeGroup) -> None:
         )
 
 
+class FlowDriver(Driver):
+    """Has Prefect tasks, and Ray processes of the nodes, do the parts of a save."""
+
+    done: on_node.Committed
+
+    def __init__(self, request: SaveRequest) -> None:
+        super().__init__(request)
+        self._started_at = time.time()
+        self._nodes: list[NodeSave] = []
+        """The nodes that hold images of the save, starting with that of rank 0."""
+        self.hidden: HiddenSpoolError | None = None
+        """Why the saver has to commit the save."""
+
+    def log_error(self, text: str) -> None:  # noqa: D102
+        get_run_logger().error("%s", text)
+
+    async def _find_nodes(self) -> None:
+        job = await run_in_thread(read_job_settings, self.request.root)
+        self._limit_s = job.rank_timeout_s
+        find = partial(await_node_shards, rank_timeout_s=self._limit_s)
+        self._nodes = [NodeSave(each) for each in await run_in_thread(find, self.request.save)]
+
+    async def _persist(self) -> None:
+        writing = asyncio.ensure_future(persist_images(self.request, self._nodes))
+        # nodes of a large job are about equally far
+        shown = [node.shards for node in self._nodes[:MOST_SINGLE_NODES]]
+        self._showing = asyncio.create_task(show_progress(self.request, shown, writing))
+        try:
+            await writing
+        except HiddenSpoolError as error:
+            self.hidden = error
+            await self._leave_to_saver(error)
+
+    async def _leave_to_saver(self, why: HiddenSpoolError) -> None:
+        """Tell the trainer that the saver has to commit a save, and wait until it has.
+
+        Raises:
+            SaveFailedError: The saver could not commit it.
+            HiddenSpoolError: It has not begun within ``rank_timeout_s`` of the job.
+        """
+        self.log_error(str(why))
+        await try_tell(self.request, "hidden", str(why), url="", start=flow_run.run_count)
+        wait = partial(await_commit, rank_timeout_s=self._limit_s / 2)
+        try:
+            await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
+        except SaveFailedError:
+            raise
+        except SaveError as error:
+            raise why from error
+
+    async def _commit(self) -> None:
+        persisted = [result for node in self._nodes for result in node.persisted]
+        times = self._started_at, time.time()
+        self.done = await commit_step(self.request, persisted, self._nodes[0].shards, *times)
+        self.follows, self._committed_at = self.done.follows, time.time()
+        await asyncio.wait([self._showing], timeout=PROGRESS_S)  # the server may not answer
+        self._showing.cancel()
+
+    async def _release_nodes(self) -> None:
+        raise_first(await self._on_nodes(self._nodes[1:], free_slots))
+
+    async def _upload(self) -> None:
+        where = self.request.root, self.request.step, self.follows.required_remote
+        await upload(*where, self._nodes[0].name)
+
+    async def _mark_failed(self) -> None:
+        """Mark the images on every living node, and show what has failed."""
+        request, error = self.request, self.failure
+        assert error
+        outcomes: list[tuple[str, int | BaseException]]
+        outcome = metrics.get_outcome(error)
+        metrics.METRICS.count_failed_save(request, outcome)
+        self._report(outcome, message=str(error))
+        try:
+            outcomes = await self._on_nodes(self._nodes, mark_images_failed, str(error))
+        except Exception as unreachable:
+            outcomes = [("", unreachable)]
+        failed = [each for node in self._nodes for each in node.failed]
+        remaining = {name: each for name, each in outcomes if isinstance(each, int)}
+        await create_failure_artifact(request, outcome, str(error), failed, remaining)
+        raise_first(outcomes)
+
+    async def _tell_commit(self) -> None:
+        metrics.METRICS.count_committed_save(self.request, self.done)
+        self._report("committed", seconds=self._committed_at - self._started_at)
+        if self.done.alarms:
+            self._report("unhealthy", problems=[*self.done.alarms])
+
+    async def _export(self) -> None:
+        await self._on_first_node(export_requested_models)
+
+    async def _copy(self) -> None:
+        await request_replication(self.request, self.follows.remote)
+
+    async def _prune(self) -> None:
+        await self._on_first_node(on_node.prune_after_commit)
+
+    async def _on_first_node(self, function: Callable[[SaveRequest], None]) -> None:
+        await run_on_node(self._nodes[0].name, self.request.root, function, self.request)
+
+    async def _on_nodes(
+        self, nodes: Sequence[NodeSave], function: Callable[..., T], *others: object
+    ) -> list[tuple[str, T | BaseException]]:
+        """Call a function on the living ones of some nodes; return their names with the results."""
+        alive = list_living_nodes() if nodes else {}
+        living = [node for node in nodes if node.name in alive]
+        running = []
+        for node in living:
+            arguments = self.request, tuple(node.persisted), node.shards.spool, *others
+            running.append(run_on_node(node.name, self.request.root, function, *arguments))
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+        return [(node.name, each) for node, each in zip(living, outcomes, strict=True)]
+
+    def _report(self, outcome: StepOutcome, **payload: Any) -> None:
+        """Send the event of a save, see `emit_step_event`."""
+        save = self.request
+        payload |= {"job": save.job, "run": save.run, "kind": save.kind}
+        emit_step_event(outcome, save.root, save.step, **payload)
+
+
+def raise_first(outcomes: Sequence[tuple[str, object]]) -> None:
+    """Raise the first error of what was done on several nodes."""
+    for _, outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
 @flow(name="save-step", persist_result=False, retries=0)
 async def save_step(request: SaveRequest) -> State[Any] | None:
     """Persist and commit one step, then export, replicate and prune as requested.
@@ -243,174 +357,15 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         A state with a name of its own: Failed for a save that was superseded or evicted, Crashed
         for one that waits; None for a committed save, or Completed if the saver has committed it.
     """
-    started_at = time.time()
-    nodes: list[NodeSave] = []
-    hidden: HiddenSpoolError | None = None
+    driver = FlowDriver(request)
     try:
-        nodes = await find_nodes(request)
-        try:
-            writing = asyncio.ensure_future(persist_images(request, nodes))
-            # nodes of a large job are about equally far
-            shown = [node.shards for node in nodes[:MOST_SINGLE_NODES]]
-            showing = asyncio.create_task(show_progress(request, shown, writing))
-            await writing
-        except HiddenSpoolError as error:
-            hidden = error
-            await leave_to_saver(request, nodes, error)
-        persisted = [result for node in nodes for result in node.persisted]
-        persisted_at = time.time()
-        done = await commit_step(request, persisted, nodes[0].shards, started_at, persisted_at)
-        committed_at = time.time()
-        await asyncio.wait([showing], timeout=PROGRESS_S)  # it has ended, if the server answers
-        showing.cancel()
-        await free_remaining_slots(request, nodes[1:])
-        await upload_if_required(request, nodes[0])
+        await drive(driver)
     except RootAwayError as error:
         return Crashed(name="Waiting for its root", message=str(error))
     except Exception as error:
         outcome = metrics.get_outcome(error)
-        metrics.METRICS.count_failed_save(request, outcome)
-        report_step(outcome, request, message=str(error))
-        remaining = await mark_failed(request, nodes, str(error))
-        failed = [each for node in nodes for each in node.failed]
-        await create_failure_artifact(request, outcome, str(error), failed, remaining)
         if outcome == "failed":
             raise
-        get_run_logger().error("%s", error)
+        driver.log_error(str(error))
         return Failed(name=outcome.capitalize(), message=str(error))
-    metrics.METRICS.count_committed_save(request, done)
-    report_step("committed", request, seconds=committed_at - started_at)
-    if done.alarms:
-        report_step("unhealthy", request, problems=[*done.alarms])
-    try:
-        if done.has_exports:
-            await run_on_node(nodes[0].name, request.root, export_requested_models, request)
-    finally:  # the copy includes the exported models, which are files of the step
-        await request_replication(request)
-        if done.keep or request.kind != "checkpoint":
-            await prune(request, nodes[0])
-    return Completed(message=str(hidden or BY_SAVER)) if done.by_saver else None
-
-
-async def leave_to_saver(
-    request: SaveRequest, nodes: Sequence[NodeSave], why: HiddenSpoolError
-) -> None:
-    """Tell the trainer that the saver has to commit a save, and wait until it has.
-
-    Raises:
-        SaveFailedError: The saver could not commit it.
-        HiddenSpoolError: It has not begun within ``rank_timeout_s`` of the job.
-    """
-    get_run_logger().error("%s", why)
-    await try_tell(request, "hidden", str(why), url="", start=flow_run.run_count)
-    job = await run_in_thread(read_job_settings, request.root)
-    shards = [node.shards for node in nodes]
-    try:
-        await run_in_thread(await_commit, request, shards, rank_timeout_s=job.rank_timeout_s / 2)
-    except SaveFailedError:
-        raise
-    except SaveError as error:
-        raise why from error
-
-
-def report_step(outcome: StepOutcome, request: SaveRequest, **payload: Any) -> None:
-    """Send the event of a save, see `emit_step_event`."""
-    emit_step_event(
-        outcome,
-        request.root,
-        request.step,
-        job=request.job,
-        run=request.run,
-        kind=request.kind,
-        **payload,
-    )
-
-
-async def find_nodes(request: SaveRequest) -> list[NodeSave]:
-    """Return the nodes that hold images of the save, starting with the node of rank 0."""
-    job = await run_in_thread(read_job_settings, request.root)
-    limit_s = job.rank_timeout_s
-    shards = await run_in_thread(await_node_shards, request.save, rank_timeout_s=limit_s)
-    return [NodeSave(each) for each in shards]
-
-
-async def free_remaining_slots(request: SaveRequest, nodes: Sequence[NodeSave]) -> None:
-    """Free the slots of a committed save on the nodes that did not run the commit task.
-
-    A node that cannot be reached keeps its slots until a worker there frees them, or later saves
-    evict them.
-    """
-    alive = list_living_nodes() if nodes else {}
-    running = [
-        run_on_node(
-            node.name, request.root, free_slots, request, tuple(node.persisted), node.shards
-        )
-        for node in nodes
-        if node.name in alive
-    ]
-    for outcome in await asyncio.gather(*running, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            get_run_logger().error(
-                "%s is committed; cannot free its slots on another node until a worker there does, "
-                "or later saves evict them: %s",
-                request.run_name,
-                outcome,
-            )
-
-
-async def upload_if_required(request: SaveRequest, node: NodeSave) -> None:
-    """Upload a checkpoint to the required remote of the root, without which it does not count."""
-    if request.kind != "checkpoint":
-        return
-    if url := await run_in_thread(read_required_remote, request.root):
-        await upload(request.root, request.step, url, node.name)
-
-
-async def prune(request: SaveRequest, node: NodeSave) -> None:
-    """Remove older steps; a failure is logged and does not affect the save."""
-    try:
-        await run_on_node(node.name, request.root, on_node.prune_after_commit, request)
-    except Exception as error:
-        get_run_logger().error(
-            "%s is committed; cannot remove older steps, the next save or trinity-sync prune will "
-            "retry: %s",
-            request.run_name,
-            error,
-        )
-
-
-async def mark_failed(
-    request: SaveRequest, nodes: Sequence[NodeSave], reason: str
-) -> dict[str, int]:
-    """Mark the images of a failed save on every living node; never raises.
-
-    ``nodes`` is empty if the placement is unknown. Return the number of the save's images that are
-    still in memory, by living node.
-    """
-    try:
-        alive = list_living_nodes()
-        living = [node for node in nodes if node.name in alive]
-        running = [
-            run_on_node(
-                node.name,
-                request.root,
-                mark_images_failed,
-                request,
-                tuple(node.persisted),
-                node.shards,
-                reason,
-            )
-            for node in living
-        ]
-        outcomes: list[int | BaseException] = await asyncio.gather(*running, return_exceptions=True)
-    except Exception as error:
-        living, outcomes = [], [error]
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            get_run_logger().error(
-                "%s failed; cannot mark its images as failed on every node: %s",
-                request.run_name,
-                outcome,
-            )
-    marked = zip(living, outcomes, strict=False)
-    return {node.name: outcome for node, outcome in marked if isinstance(outcome, int)}
+    return Completed(message=str(driver.hidden or BY_SAVER)) if driver.done.by_saver else None

@@ -16,7 +16,6 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import flow_run
 
 from tasks.on_ray import run_on_node
-from trinity_sync.errors import RemoteError
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.quantities import (
@@ -32,7 +31,8 @@ from trinity_sync.orchestration.run_page import (
     describe_failure,
     summarize_failure,
 )
-from trinity_sync.pipeline.save import RETRY_DELAYS_S, Share, is_io_error
+from trinity_sync.pipeline.order import COMMIT, PERSIST, UPLOAD, Part
+from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.placement import NodeShards
@@ -48,13 +48,22 @@ async def persist(request: SaveRequest, share: Share, shards: NodeShards) -> Per
     return await run_on_node(shards.node, request.root, on_node.persist_share, *arguments)
 
 
-async def has_io_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Return whether a task failed with an I/O error, as Prefect's ``retry_condition_fn``."""
-    try:
-        await state.aresult()
-    except Exception as error:
-        return is_io_error(error)
-    return False
+def repeat(part: Part) -> dict[str, Any]:
+    """Return the options of a task that Prefect repeats as the order of a save says."""
+
+    async def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+        try:
+            await state.aresult()
+        except Exception as error:
+            return part.transient(error)
+        return False
+
+    return {
+        "retries": len(part.repeats_after),
+        "retry_delay_seconds": [*part.repeats_after],
+        "retry_condition_fn": is_transient,
+        "persist_result": False,
+    }
 
 
 PersistTask: TypeAlias = Task[[SaveRequest, Share, NodeShards], Any]
@@ -64,23 +73,14 @@ PERSIST_TASKS: dict[Component | None, PersistTask] = {
         persist,
         name=f"persist-{component or 'callable-files'}",
         description=f"Persist {component or 'the files of callable saves'} on one node",
-        retries=len(RETRY_DELAYS_S),
-        retry_delay_seconds=[*RETRY_DELAYS_S],
-        retry_condition_fn=has_io_error,
-        persist_result=False,
+        **repeat(PERSIST),
     )
     for component in (*get_args(Component), None)
 }
 """One task per component, so that the Prefect UI shows each by its name."""
 
 
-@task(
-    name="commit",
-    retries=2,
-    retry_delay_seconds=2,
-    retry_condition_fn=has_io_error,
-    persist_result=False,
-)
+@task(name="commit", **repeat(COMMIT))
 async def commit_step(
     request: SaveRequest,
     persisted: Sequence[Persisted],
@@ -163,25 +163,7 @@ async def create_failure_artifact(
         logger.warning("%s failed; cannot create its artifact: %r", request.run_name, error)
 
 
-async def _is_remote_error(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Return whether the remote failed, which may be transient; a corrupted step stays so."""
-    try:
-        await state.aresult()
-    except Exception as error:
-        return isinstance(error, RemoteError)
-    return False
-
-
-_UPLOADS: dict[str, Any] = {
-    "retries": 3,
-    "retry_delay_seconds": [10, 60, 300],
-    "retry_condition_fn": _is_remote_error,
-    "persist_result": False,
-}
-"""Options of the tasks that upload a step: what fails at the remote is repeated."""
-
-
-@task(name="replicate", **_UPLOADS)
+@task(name="replicate", **repeat(UPLOAD))
 async def replicate(root: str, step: int, url: str) -> None:
     """Upload a step to a remote, from any node, and show the steps in the remote."""
     done, plan = await run_on_node(None, root, on_node.replicate_step, root, step, url)
@@ -196,7 +178,7 @@ async def replicate(root: str, step: int, url: str) -> None:
     )
 
 
-@task(name="upload-to-required-remote", **_UPLOADS)
+@task(name="upload-to-required-remote", **repeat(UPLOAD))
 async def upload(root: str, step: int, url: str, node: str) -> None:
     """Upload a committed step to the required remote of its root."""
     await run_on_node(node, root, on_node.replicate_step, root, step, url)

@@ -24,8 +24,8 @@ from trinity_sync.client.saver_control import lock_path, name_saver, read_served
 from trinity_sync.errors import ConfigError, LockTimeoutError, RootAwayError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
-from trinity_sync.pipeline.save import NodeWriting, run_save
+from trinity_sync.pipeline.pending import find_pending_saves
+from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records, is_committed
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
@@ -33,7 +33,7 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
 from trinity_sync.storage.placement import is_on_several_nodes
-from trinity_sync.storage.save import is_being_written, mark_failed
+from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import has_running_functions
 
 logger = logging.getLogger(__name__)
@@ -198,14 +198,15 @@ class Saver:
 
     def _save(self, request: SaveRequest, over: Entry | None) -> None:
         """Save, in the place of what has begun it before."""
-        began, commits, failure, waits = time.monotonic(), False, "", False
+        began, failure, waits = time.monotonic(), "", False
+        driver = self._make_driver(request)
         why = over.message if over and over.state == "hidden" else ""
         append(request, "pending", why, over=over)
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
                 begun = _begun_path(self._spool / request.job, request)
                 replace_file(begun, request.model_dump_json(), sync=False)
-            commits = run_save(request, self._writing, self._spool, node=self._node)
+            driver.save()
             logger.info(
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
             )
@@ -220,13 +221,9 @@ class Saver:
             )
         try:
             if failure and not waits:
-                with suppress(OSError, TrinitySyncError):  # such as a trainer that hangs
-                    mark_failed(JobSpool(self._spool / request.job), request.save, failure)
                 self._tell_failure(request, failure, over)
-            elif not waits:
-                compare_late_images(self._spool, request)
-                if commits:  # otherwise what follows the commit may go on
-                    append(request, "completed", why, over=over, patience_s=PATIENCE_S)
+            elif driver.commits and not waits:  # otherwise what follows the commit may go on
+                append(request, "completed", why, over=over, patience_s=PATIENCE_S)
         except Exception:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
@@ -253,6 +250,9 @@ class Saver:
                 return
             if known.state == "hidden" or quiet.pause():
                 append(request, "failed", failure, over=known, patience_s=PATIENCE_S)
+
+    def _make_driver(self, request: SaveRequest) -> SaverDriver:
+        return SaverDriver(request, self._writing, self._spool, self._node)
 
 
 def _begun_path(folder: Path, request: SaveRequest) -> Path:

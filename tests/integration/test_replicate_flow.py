@@ -19,8 +19,8 @@ from trinity_sync.stack.services import StackState
 from trinity_sync.storage.job_settings import write_job_settings
 
 
-def request(root: Path, kind: str = "checkpoint") -> SaveRequest:
-    return SaveRequest(root=str(root), step=4, run=1, kind=kind)  # type: ignore[arg-type]
+def request(root: Path) -> SaveRequest:
+    return SaveRequest(root=str(root), step=4, run=1)
 
 
 def test_a_checkpoint_is_copied_by_a_run_of_its_own(
@@ -30,9 +30,8 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     job.commit(4)
     url, api = f"file://{tmp_path}/store", Api()
     write_job_settings(job.root, {"remote": url})
-    asyncio.run(request_replication(request(job.root, "state_dict")))  # syncs are not copied
     for _ in range(2):
-        asyncio.run(request_replication(request(job.root)))
+        asyncio.run(request_replication(request(job.root), url))
     (run,) = api.runs_of(f"{request(job.root).key}/replicate")
     ended = api.ended(run.id)
     assert ended.state
@@ -71,21 +70,3 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
     there = Remote(url).read_manifest(5)
     assert there
     assert there.run == 2
-
-
-def test_a_server_that_is_away_does_not_fail_the_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_job_settings(tmp_path, {"remote": "file:///nowhere"})
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    asyncio.run(request_replication(request(tmp_path)))
-    assert "is committed; cannot request its copy" in caplog.text
-
-
-def test_a_required_remote_gets_no_second_copy(
-    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_job_settings(job.root, {"remote": "file:///nowhere", "remote_required": True})
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    asyncio.run(request_replication(request(job.root)))
-    assert caplog.text == ""

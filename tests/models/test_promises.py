@@ -646,16 +646,16 @@ class Promises(World, RuleBasedStateMachine):
         if job:
             self.see_task(run, before, what)
         else:
-            assert what != "committed", f"{request.run_name} is committed without its root"
+            assert what != "commit", f"{request.run_name} is committed without its root"
         self.job = turn
 
     def see_task(self, run: FlowRun, before: str, what: str) -> None:
         request = run.request
-        if what == "committed":
+        if what == "commit":
             self.see_commit(request, before)
-        elif what == "uploaded":
+        elif what == "upload":
             self.see_copy(request)
-        elif what == "pruned":
+        elif what == "prune" and self.root.exists():  # it may be unmounted for a moment
             stay = self.model.kept(last=self.keep_of(request) or 100, last_syncs=2)
             self.see_removal(stay | self.model.earlier(request.run))
         elif what.startswith("failed") and run.state == "failed" and not run.attempts:

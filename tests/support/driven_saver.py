@@ -9,10 +9,9 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
@@ -20,13 +19,16 @@ from tests.support.prefect_stand_in import FlowRun, Server
 from trinity_sync import saver as saver_module
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import SaverControl
-from trinity_sync.pipeline import save as pipeline
-from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.pipeline.order import PERSIST, Part
+from trinity_sync.pipeline.save import NodeWriting, SaverDriver, Share
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import Entry, Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import list_job_spools
+from trinity_sync.storage.save import Persisted
+
+T = TypeVar("T")
 
 PART_S = 60.0
 """Seconds after which a part counts as hanging."""
@@ -65,26 +67,54 @@ class Attempt(Iterator[str]):
         if isinstance(self._fails, Killed):
             raise self._fails
 
-    def do(self, what: str, work: Callable[[], Any]) -> Any:
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
         """In a thread of the save: do a part; components are written one after the other."""
         with self._lock:
             if error := self._fails:
                 self._fails = error if isinstance(error, Killed) else None
                 raise error
-            done = work()
+            yield
             self._says.put(what)
             self.wait()
-            return done
 
     def end(self, error: Exception) -> None:
         self._says.put(error)
 
 
+class SteppedSave(SaverDriver):
+    """The parts of a save in a thread of the saver, which stops after each."""
+
+    attempt: Attempt
+    before_commit: Callable[[SaveRequest], None]
+
+    async def do(self, part: Part) -> None:
+        if part is PERSIST:
+            return await super().do(part)
+        with self.attempt.part(part.name):
+            self.before_commit(self.request)  # any part may wait for save functions
+            await super().do(part)
+
+    def _persist_share(self, share: Share) -> Persisted:
+        with self.attempt.part(f"{share.what} is written"):
+            self.before_commit(self.request)
+            return super()._persist_share(share)
+
+    def _repeat(self, part: Part, call: Callable[[], T], what: str = "") -> T:
+        return call()
+
+
 class DrivenSaver(Saver):
     """A process of the saver."""
 
-    def __init__(self, spool: Path, attempts: dict[str, Attempt]) -> None:
+    def __init__(
+        self,
+        spool: Path,
+        attempts: dict[str, Attempt],
+        before_commit: Callable[[SaveRequest], None],
+    ) -> None:
         super().__init__(spool, NodeWriting())
+        self._before_commit = before_commit
         self._attempts = attempts
         self._threads: list[tuple[threading.Thread, Attempt]] = []
         self._begun: queue.Queue[SaveRequest] = queue.Queue()
@@ -121,6 +151,11 @@ class DrivenSaver(Saver):
             failed = request.key in self._failed
             attempt.end(RuntimeError(read_failure(request)) if failed else StopIteration())
 
+    def _make_driver(self, request: SaveRequest) -> SteppedSave:
+        driver = SteppedSave(request, self._writing, self._spool)
+        driver.attempt, driver.before_commit = self._attempts[request.key], self._before_commit
+        return driver
+
 
 def read_failure(request: SaveRequest) -> str:
     """Return why a save has failed, as the journal has it."""
@@ -140,41 +175,9 @@ class Node(Server):
         super().__init__(before_commit)
         self._spool = spool
         self._attempts: dict[str, Attempt] = {}
-        self._saver = DrivenSaver(spool, self._attempts)
+        self._saver = DrivenSaver(spool, self._attempts, before_commit)
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(saver_module, "run_save", self._run_save)
         self._patch.setattr(saver_module, "PATIENCE_S", 0.0)  # also for a root that has gone
-        persist, commit = pipeline.persist_share, pipeline.commit_images
-        upload, prune = pipeline.replicate_step, pipeline.prune_after_commit
-
-        def persist_share(request: SaveRequest, share: Any, *others: Any) -> Any:
-            what = f"{share.what} is written"
-            return self._do(request, what, partial(persist, request, share, *others))
-
-        def commit_images(request: SaveRequest, *others: Any, **options: Any) -> Any:
-            return self._do(request, "committed", partial(commit, request, *others, **options))
-
-        def replicate_step(*arguments: Any) -> Any:
-            request = self._of_threads[threading.get_ident()]
-            return self._do(request, "uploaded", lambda: upload(*arguments))
-
-        def prune_after_commit(request: SaveRequest, *others: Any, **options: Any) -> Any:
-            return self._do(request, "pruned", lambda: prune(request, *others, **options))
-
-        for part in (persist_share, commit_images, replicate_step, prune_after_commit):
-            self._patch.setattr(pipeline, part.__name__, part)
-        self._run, self._of_threads = pipeline.run_save, dict[int, SaveRequest]()
-
-    def _run_save(self, request: SaveRequest, *others: Any, **options: Any) -> bool:
-        self._of_threads[threading.get_ident()] = request
-        return self._run(request, *others, **options, delays_s=())
-
-    def _do(self, request: SaveRequest, what: str, work: Callable[[], Any]) -> Any:
-        def do() -> Any:
-            self.before_commit(request)  # any part may wait for save functions
-            return work()
-
-        return self._attempts[request.key].do(what, do)
 
     def begin_due(self) -> list[tuple[FlowRun, Iterator[str]]]:
         """Have the saver look, and begin what is due."""
@@ -200,7 +203,7 @@ class Node(Server):
             if each.attempts and each.state == "running":
                 each.state = "pending"
             each.attempts.clear()
-        self._saver = DrivenSaver(self._spool, self._attempts)
+        self._saver = DrivenSaver(self._spool, self._attempts, self.before_commit)
 
     def recover_images(self, spool: Path) -> None:
         """The saver looks when the processes of all commits have had the time to end."""

@@ -1,13 +1,13 @@
 """A Prefect server with its worker and Ray, in a few lines, for tests of all other parts together.
 
-The server has one run for each idempotency key, with its state. The worker runs the real tasks of
-``save-step`` in this process, one by one, so that a test decides what happens between two of them:
-another attempt of the same run, a new save, a rewind. The order is that of ``flows.save``.
+The server has one run for each idempotency key, with its state. The worker does the real parts of
+``save-step`` in this process, one by one in their order, so that a test decides what happens
+between two of them: another attempt of the same run, a new save, a rewind.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,18 @@ from trinity_sync.orchestration.on_node import (
 )
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.pipeline import save as pipeline
+from trinity_sync.pipeline.order import PERSIST, Driver, Part, drive
 from trinity_sync.pipeline.pending import compare_late_images
-from trinity_sync.pipeline.save import Share, mark_images_failed
+from trinity_sync.pipeline.save import (
+    Share,
+    export_requested_models,
+    free_slots,
+    mark_images_failed,
+)
 from trinity_sync.saves.journal import SaveState, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.storage.job_settings import JobSettings, read_required_remote
+from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
 
@@ -41,44 +47,107 @@ def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
     for name in ("describe_commit", "summarize_commit"):
         patch.setattr(on_node, name, lambda *_: "")
     # also of a root that is gone, with its settings
-    hasty = JobSettings(rank_timeout_s=RANK_TIMEOUT_S)
-    patch.setattr(pipeline, "read_job_settings", lambda _: hasty)
+
+    def read_hasty(root: str | Path) -> JobSettings:
+        return replace(read_job_settings(root), rank_timeout_s=RANK_TIMEOUT_S)
+
+    patch.setattr(pipeline, "read_job_settings", read_hasty)
 
 
-def save_step(request: SaveRequest, before_commit: Callable[[SaveRequest], None]) -> Iterator[str]:
-    """What `flows.save.save_step` does; each task that has ended is told of."""
-    nodes: list[NodeShards] = []
-    persisted: list[Persisted] = []
-    failures: list[Exception] = []
-    try:
-        nodes = await_node_shards(request.save, rank_timeout_s=RANK_TIMEOUT_S)
-        yield "began"
-        for shards in nodes:
-            for component in request.components:
-                try:  # the tasks are parallel: each of them ends, whatever becomes of the others
-                    persisted.append(persist_share(request, Share(component), shards))
+class SteppedFlow(Driver):
+    """Does in this process what `flows.save` has tasks do, and stops after each part."""
+
+    def __init__(self, request: SaveRequest, before_commit: Callable[[SaveRequest], None]) -> None:
+        super().__init__(request)
+        self.fails: Exception | None = None
+        """Error of the next part."""
+        self._before_commit = before_commit
+        self._nodes: Sequence[NodeShards] = ()
+        self._persisted: list[Persisted] = []
+
+    async def do(self, part: Part) -> None:
+        if part is not PERSIST:
+            self._fail()
+        await super().do(part)
+        if part is not PERSIST:
+            await _Stop(part.name)
+
+    def _fail(self) -> None:
+        error, self.fails = self.fails, None
+        if error:
+            raise error
+
+    async def _find_nodes(self) -> None:
+        self._nodes = await_node_shards(self.request.save, rank_timeout_s=RANK_TIMEOUT_S)
+
+    async def _persist(self) -> None:
+        failures: list[Exception] = []
+        for shards in self._nodes:
+            for component in self.request.components:
+                try:  # the tasks are parallel: each ends, whatever becomes of the others
+                    self._fail()
+                    self._persisted.append(persist_share(self.request, Share(component), shards))
                 except Exception as error:
                     failures.append(error)
-                yield f"{component} is written"
-        if failures:
-            raise failures[0]
-        before_commit(request)
+                await _Stop(f"{component} is written")
+        for error in failures:
+            raise error
+
+    async def _commit(self) -> None:
+        self._before_commit(self.request)
         now = time.time()
-        done = commit_step(request, persisted, nodes[0], now, now)
-        yield "committed"
-        url = read_required_remote(request.root)
-        if url and request.kind == "checkpoint":
-            replicate_step(request.root, request.step, url)
-            yield "uploaded"
-    except RootAwayError:
-        raise
-    except Exception as error:
-        for shards in nodes:
-            mark_images_failed(request, persisted, shards, str(error))
-        raise
-    if done.keep or request.kind != "checkpoint":
-        prune_after_commit(request)
-        yield "pruned"
+        self.follows = commit_step(self.request, self._persisted, self._nodes[0], now, now).follows
+
+    async def _release_nodes(self) -> None:
+        for shards in self._nodes[1:]:
+            free_slots(self.request, self._persisted, shards.spool)
+
+    async def _upload(self) -> None:
+        replicate_step(self.request.root, self.request.step, self.follows.required_remote)
+
+    async def _mark_failed(self) -> None:
+        for shards in self._nodes:
+            reason = str(self.failure)
+            mark_images_failed(self.request, self._persisted, shards.spool, reason)
+
+    async def _export(self) -> None:
+        export_requested_models(self.request)
+
+    async def _copy(self) -> None:
+        replicate_step(self.request.root, self.request.step, self.follows.remote)
+
+    async def _prune(self) -> None:
+        prune_after_commit(self.request)
+
+
+@dataclass(frozen=True)
+class _Stop:
+    what: str
+
+    def __await__(self) -> Iterator[str]:
+        yield self.what
+
+
+class FlowAttempt(Iterator[str]):
+    """One attempt at a flow run; `next` does its next part, and returns what that was."""
+
+    def __init__(self, driver: SteppedFlow) -> None:
+        self._driver = driver
+        self._parts: Coroutine[str, None, None] | None = None
+
+    def __next__(self) -> str:
+        self._parts = self._parts or drive(self._driver)
+        return self._parts.send(None)
+
+    def throw(self, error: Exception) -> str:
+        """Have the next part fail."""
+        self._driver.fails = error
+        return next(self)
+
+    def close(self) -> None:
+        """Kill its process."""
+        if self._parts:
+            self._parts.close()
 
 
 @dataclass
@@ -104,7 +173,7 @@ class FlowRun:
     def advance(self, attempt: Iterator[str], error: Exception | None = None) -> str:
         """Run the next task of an attempt, or have it raise an error; tells what happened."""
         try:
-            return attempt.throw(error) if error else next(attempt)
+            return attempt.throw(error) if error else next(attempt)  # type: ignore[attr-defined]
         except StopIteration:
             self.attempts.remove(attempt)
             self.state = "completed"
@@ -142,7 +211,7 @@ class Server:
 
     def begin(self, run: FlowRun) -> Iterator[str]:
         """Begin an attempt: the first, a doubled one, or a retry."""
-        attempt = save_step(run.request, self.before_commit)
+        attempt = FlowAttempt(SteppedFlow(run.request, self.before_commit))
         run.attempts.append(attempt)
         if run.state != "completed":
             run.state = "running"

@@ -31,6 +31,7 @@ from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves,
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.orchestration.run_page import describe_commit, summarize_commit
 from trinity_sync.pipeline import save as pipeline
+from trinity_sync.pipeline.order import PERSIST, Follows
 from trinity_sync.pipeline.save import NodeWriting, Share
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
@@ -40,7 +41,6 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import read_manifest, read_run_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 from trinity_sync.storage.save_timing import SaveTiming
@@ -247,10 +247,7 @@ class Committed:
     page: str
     """Markdown."""
     summary: str
-    has_exports: bool
-    """Whether models of the step are to be exported."""
-    keep: int
-    """Checkpoints to keep, as in the manifest."""
+    follows: Follows
     by_saver: bool
     """Whether the saver of the node had committed it before."""
     timing: SaveTiming
@@ -269,11 +266,14 @@ def persist_share(request: SaveRequest, share: Share, shards: NodeShards) -> Per
 def persist_node(
     request: SaveRequest, shares: Sequence[Share], shards: NodeShards
 ) -> list[Outcome[Persisted]]:
-    """Persist shares of one node in parallel; one that fails does not affect the others."""
+    """Persist shares of one node in parallel; each is repeated, and fails, by itself."""
+
+    def persist(share: Share) -> Outcome[Persisted]:
+        work = partial(persist_share, request, share, shards)
+        return call(None, PERSIST.repeat, work, f"{request.run_name}, {share.what}")
+
     with ThreadPoolExecutor(len(shares), "persist-node") as threads:
-        return list(
-            threads.map(lambda share: call(None, persist_share, request, share, shards), shares)
-        )
+        return list(threads.map(persist, shares))
 
 
 def commit_step(
@@ -298,13 +298,10 @@ def commit_step(
         logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
     try_mirror(settings, request.root, [request.step], stack=stack, flow_run=flow_run)
     written = [file for result in persisted for file in result.written]
-    # its head alone: with thousands of ranks, the files are in parts
-    read_head = partial(read_manifest, ranks=())
-    found = read_run_manifest(request.root, request.run, request.step, read=read_head)
+    found = pipeline.read_head(request)
     timings = found.timings if found else ()
     mine = [each for each in timings if (each.kind, each.roles) == (request.kind, request.roles)]
     by_saver = any(each.by_saver for each in mine)
-    has_exports = bool(found and found.exports)
     newest_of: list[Kind] = []
     with suppress(OSError):  # the step is committed nevertheless
         pointers = {kind: read_latest_pointer(request.root, kind) for kind in KINDS}
@@ -312,8 +309,7 @@ def commit_step(
     return Committed(
         describe_commit(request, manifest, written),
         summarize_commit(request, manifest),
-        has_exports,
-        found.keep if found else 0,
+        pipeline.find_follows(request),
         by_saver,
         manifest.timings[0],
         manifest.alarms,

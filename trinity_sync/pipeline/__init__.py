@@ -1,5 +1,5 @@
 """From sealed images to a committed, copied and pruned step, without Prefect and Ray.
 
-Flows call the parts in their tasks, on the nodes that hold the images; a saver process calls
-`run_save`.
+`order` says which part comes when. The flow has its tasks do the parts, on the nodes that hold the
+images; the saver process has its threads.
 """

@@ -1,4 +1,4 @@
-"""Persist and commit a save, free its slots or mark its images as failed, and what follows."""
+"""The parts of a save on one node, and the driver of the saver; `order` has their order."""
 
 import logging
 import os
@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from trinity_sync.errors import HiddenSpoolError, RootAwayError, SaveError, TrinitySyncError
+from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
+from trinity_sync.pipeline.order import COMMIT, PERSIST, UPLOAD, Driver, Follows, Part, drive
+from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.pipeline.several_nodes import (
     NodeRecord,
     await_commit,
@@ -32,11 +34,7 @@ from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.export_requests import list_missing_exports
-from trinity_sync.storage.job_settings import (
-    read_job_settings,
-    read_required_remote,
-    read_set_job_settings,
-)
+from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
 from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
@@ -51,9 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-RETRY_DELAYS_S = (1, 5, 15)
-"""Seconds before each repetition of what failed with an I/O error."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +93,6 @@ def list_shares(request: SaveRequest, shards: NodeShards, *, commits: bool) -> l
         return shares
     first, *others = shares or [Share(None)]
     return [Share(first.component, awaits_callables=True), *others]
-
-
-def is_io_error(error: BaseException) -> bool:
-    """Return whether an error is an I/O error, or was caused by one.
-
-    An I/O error may be transient. A missing, corrupted or superseded image stays so.
-    """
-    return isinstance(error.__cause__ or error, OSError)
 
 
 def persist_share(
@@ -195,26 +182,43 @@ def commit_images(
     return manifest
 
 
-def free_slots(request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards) -> None:
-    """Free the slots of a committed save on a node that did not run the commit."""
+def free_slots(request: SaveRequest, persisted: Sequence[Persisted], folder: str | Path) -> None:
+    """Free the slots of a committed save on a node that did not run the commit.
+
+    ``folder`` is that of the job in the node's spool.
+    """
     written = [file for result in persisted for file in result.written]
-    free_committed_slots(get_job_spool(shards.spool, request.save), request.save, written)
+    free_committed_slots(get_job_spool(folder, request.save), request.save, written)
 
 
 def mark_images_failed(
-    request: SaveRequest, persisted: Sequence[Persisted], shards: NodeShards, reason: str
+    request: SaveRequest, persisted: Sequence[Persisted], folder: str | Path, reason: str
 ) -> int:
-    """Mark the images of a failed save on one node, and remove its temporary files.
+    """Remove the temporary files of a failed save on one node, and `end_images`.
 
-    Later saves evict such images first. Until then, a retry of the flow run can persist them again.
-    Return the number of images of the save that are still in memory.
+    Until later saves evict them, a retry of the flow run can persist the images again. ``folder``
+    is as in `free_slots`. Return how many images of the save are still in memory.
     """
     save = request.save
     for result in persisted:
         discard(result.written)
-    spool = get_job_spool(shards.spool, save)
-    mark_failed(spool, save, reason)
+    spool = get_job_spool(folder, save)
+    end_images(spool, request, reason)
     return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])
+
+
+def end_images(spool: JobSpool, request: SaveRequest, reason: str) -> None:
+    """Mark the images of a save that has failed, so that later saves evict them first.
+
+    If the save is committed, and what follows has failed, they are compared with the commit.
+    """
+    committed = False
+    with suppress(OSError, TrinitySyncError):
+        committed = is_committed(request)
+    if committed:
+        compare_late_images(spool.folder.parent, request)
+    else:
+        mark_failed(spool, request.save, reason)
 
 
 def export_requested_models(request: SaveRequest) -> None:
@@ -259,131 +263,147 @@ def copy_missing_steps(root: str, step: int, url: str) -> RemovalPlan:
     return RemovalPlan((), (), {})
 
 
+def find_follows(request: SaveRequest) -> Follows:
+    """Return what follows the commit of a save."""
+    manifest, job = read_head(request), read_job_settings(request.root)
+    is_checkpoint = request.kind == "checkpoint"
+    return Follows(
+        exports=bool(manifest and manifest.exports),
+        required_remote=job.required_remote if is_checkpoint else "",
+        remote=job.remote if is_checkpoint and not job.required_remote else "",
+        prunes=not is_checkpoint or _find_policy(request, manifest) not in ("", "all"),
+    )
+
+
+def read_head(request: SaveRequest) -> Manifest | None:
+    """Return the manifest without its parts: those of thousands of ranks have the files."""
+    read = partial(read_manifest, ranks=())
+    return read_run_manifest(request.root, request.run, request.step, read=read)
+
+
+def _find_policy(request: SaveRequest, manifest: Manifest | None) -> str:
+    """Return which steps a save, and the job if that was set, keep; empty for all checkpoints."""
+    keep = manifest.keep if manifest and request.kind == "checkpoint" else 0
+    policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
+    return ",".join(filter(None, (f"last={keep}" if keep else "", policy)))
+
+
 def prune_after_commit(request: SaveRequest, writing: NodeWriting, spool: Path) -> RemovalPlan:
     """Remove all steps but those that the save of a step or a policy of the job keeps.
 
     The step of the request stays, also if newer steps were committed before it.
     """
-    policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
-    read_head, is_checkpoint = partial(read_manifest, ranks=()), request.kind == "checkpoint"
-    found = read_run_manifest(request.root, request.run, request.step, read=read_head)
-    kept = [f"last={found.keep}"] if found and found.keep and is_checkpoint else []
-    kept += [policy] if policy else []
-    if is_checkpoint and kept in ([], ["all"]):
-        return RemovalPlan((), (), {})
-    rules = Rules.of_job(read_job_settings(request.root), keep=",".join(kept))
+    keep = _find_policy(request, read_head(request))
+    rules = Rules.of_job(read_job_settings(request.root), keep=keep)
     plan = plan_prune(request.root, rules, time.time(), just_committed=request.step)
     return prune(request.root, plan, spool=spool, recycle=writing.reuse_files)
 
 
-def run_save(
-    request: SaveRequest,
-    writing: NodeWriting,
-    spool: Path,
-    *,
-    node: str = "",
-    delays_s: Sequence[float] = RETRY_DELAYS_S,
-) -> bool:
-    """Save what this node holds of a step, in this process; ``spool`` and ``node`` are the node's.
+class SaverDriver(Driver):
+    """Saves what this node holds of a step, in this process and its threads.
 
-    The node of rank 0 commits what all nodes have persisted; the others wait for its commit. Return
-    whether this node has committed. What fails with an I/O error is repeated after ``delays_s``.
-
-    Raises:
-        Exception: as the parts; what is not committed is marked as failed then. Copies to a remote
-            that is not required, and removals, go on after an export that fails, and are retried by
-            the next save.
+    The node of rank 0 commits what all nodes have persisted; the others wait for its commit.
+    ``spool`` and ``node`` are the node's.
     """
-    started_at, persisted = time.time(), list[Persisted]()
-    limit_s = read_job_settings(request.root).rank_timeout_s
-    nodes = await_node_shards(request.save, rank_timeout_s=limit_s)
-    here = find_node(request, nodes, spool / request.job, node)
-    shards, together = nodes[here], len(nodes) > 1 and not is_committed(request)
-    has_persisted = False
-    try:
+
+    def __init__(
+        self, request: SaveRequest, writing: NodeWriting, spool: Path, node: str = ""
+    ) -> None:
+        super().__init__(request)
+        self.commits = False
+        """Whether this node commits the save."""
+        self._writing, self._spool, self._node = writing, spool, node
+        self._started_at = time.time()
+        self._nodes: Sequence[NodeShards] = ()
+        self._here = 0
+        self._persisted: list[Persisted] = []
+        self._has_persisted = False
+
+    def save(self) -> None:
+        """Do all parts.
+
+        Raises:
+            Exception: As `drive`.
+        """
+        with suppress(StopIteration):
+            drive(self).send(None)  # no part waits for an event loop
+
+    async def _find_nodes(self) -> None:
+        request = self.request
+        self._limit_s = read_job_settings(request.root).rank_timeout_s
+        nodes = await_node_shards(request.save, rank_timeout_s=self._limit_s)
+        self._here = find_node(request, nodes, self._spool / request.job, self._node)
+        self._nodes, self._shards, self.commits = nodes, nodes[self._here], self._here == 0
         if len(nodes) > 1 and not request.components:
             raise SaveError(
                 f"{request.run_name} of {request.root} is not committed: save functions alone, of "
                 f"ranks on {len(nodes)} nodes, need the stack. See: trinity-sync up"
             )
-        if together:
-            write_node_record(request, here, NodeRecord())
-        _persist_node(request, shards, writing, delays_s, persisted)
-        has_persisted = True
-        if here and together:
-            write_node_record(request, here, NodeRecord.of(persisted))
-            await_commit(request, nodes, rank_timeout_s=limit_s)
-            free_slots(request, persisted, shards)
-        if here:
-            return False
-        theirs = await_node_records(request, nodes, rank_timeout_s=limit_s) if together else []
-        arguments = (request, [*persisted, *theirs], shards, writing, started_at, time.time())
-        committing = partial(commit_images, *arguments, by_saver=True)
-        _repeat(f"{request.run_name}, commit", delays_s, committing)
-        if len(nodes) > 1:
-            remove_node_records(request)
-        is_checkpoint = request.kind == "checkpoint"
-        required = read_required_remote(request.root) if is_checkpoint else None
-        if required:
-            replicate_step(request.root, request.step, required)
-    except Exception as error:
-        if here and not has_persisted:
-            with suppress(OSError):
-                write_node_record(request, here, NodeRecord(error=str(error)))
-        elif len(nodes) > 1:  # before the files that it names
-            remove_node_records(request, here or None)
-        with suppress(OSError):  # shared memory is full; the error to be seen is that of the save
-            if not isinstance(error, RootAwayError):
-                mark_images_failed(request, persisted, shards, str(error))
-        raise
-    try:
-        export_requested_models(request)
-    finally:
-        try:
-            job = read_job_settings(request.root)
-            if is_checkpoint and job.remote and not required:
-                copy_missing_steps(request.root, request.step, job.remote)
-            prune_after_commit(request, writing, spool)
-        except (TrinitySyncError, OSError) as error:
-            logger.error(
-                "%s is committed; cannot remove older steps, the next save will retry: %s",
-                request.run_name,
-                error,
-            )
-    return True
+        self._together = len(nodes) > 1 and not is_committed(request)
+        if self._together:
+            write_node_record(request, self._here, NodeRecord())
 
+    async def _persist(self) -> None:
+        shares = list_shares(self.request, self._shards, commits=False)
+        with ThreadPoolExecutor(len(shares), "persist") as threads:
+            persisting = [threads.submit(self._persist_share, share) for share in shares]
+        self._persisted += [each.result() for each in persisting if not each.exception()]
+        for each in persisting:
+            each.result()
+        self._has_persisted = True
+        if self._here and self._together:
+            write_node_record(self.request, self._here, NodeRecord.of(self._persisted))
 
-def _persist_node(
-    request: SaveRequest,
-    shards: NodeShards,
-    writing: NodeWriting,
-    delays_s: Sequence[float],
-    persisted: list[Persisted],
-) -> None:
-    """Persist what a node holds, and add the results to ``persisted``, also if a share fails."""
-    shares = list_shares(request, shards, commits=False)
-    with ThreadPoolExecutor(len(shares), "persist") as threads:
-        persisting = [
-            threads.submit(
-                _repeat,
-                f"{request.run_name}, {share.what}",
-                delays_s,
-                partial(persist_share, request, share, shards, writing),
-            )
-            for share in shares
-        ]
-    persisted += [each.result() for each in persisting if not each.exception()]
-    for each in persisting:
-        each.result()
+    def _persist_share(self, share: Share) -> Persisted:
+        call = partial(persist_share, self.request, share, self._shards, self._writing)
+        return self._repeat(PERSIST, call, share.what)
 
+    async def _commit(self) -> None:
+        self._repeat(COMMIT, self._commit_all if self.commits else self._await_commit)
 
-def _repeat(what: str, delays_s: Sequence[float], call: Callable[[], T]) -> T:
-    for delay_s in delays_s:
-        try:
-            return call()
-        except Exception as error:
-            if not is_io_error(error):
-                raise
-            logger.warning("%s: again in %g s: %s", what, delay_s, error)
-            time.sleep(delay_s)
-    return call()
+    def _commit_all(self) -> None:
+        request, persisted = self.request, self._persisted
+        if self._together:
+            theirs = await_node_records(request, self._nodes, rank_timeout_s=self._limit_s)
+            persisted = [*persisted, *theirs]
+        arguments = request, persisted, self._shards, self._writing, self._started_at, time.time()
+        commit_images(*arguments, by_saver=True)
+        self.follows = find_follows(request)
+
+    def _await_commit(self) -> None:
+        if self._together:
+            await_commit(self.request, self._nodes, rank_timeout_s=self._limit_s)
+            free_slots(self.request, self._persisted, self._shards.spool)
+
+    async def _release_nodes(self) -> None:
+        """Remove the records of all nodes, whose savers free their slots."""
+        if self.commits and len(self._nodes) > 1:
+            remove_node_records(self.request)
+
+    async def _upload(self) -> None:
+        where = self.request.root, self.request.step, self.follows.required_remote
+        self._repeat(UPLOAD, partial(replicate_step, *where))
+
+    async def _mark_failed(self) -> None:
+        request, reason = self.request, str(self.failure) or repr(self.failure)
+        with suppress(OSError):
+            if self._here and not self._has_persisted:
+                write_node_record(request, self._here, NodeRecord(error=reason))
+            elif len(self._nodes) > 1:  # before the files that it names
+                remove_node_records(request, self._here or None)
+        mark_images_failed(request, self._persisted, self._spool / request.job, reason)
+
+    async def _export(self) -> None:
+        export_requested_models(self.request)
+
+    async def _copy(self) -> None:
+        copy_missing_steps(self.request.root, self.request.step, self.follows.remote)
+
+    async def _prune(self) -> None:
+        prune_after_commit(self.request, self._writing, self._spool)
+
+    async def _compare_late_images(self) -> None:
+        compare_late_images(self._spool, self.request)
+
+    def _repeat(self, part: Part, call: Callable[[], T], what: str = "") -> T:
+        return part.repeat(call, f"{self.request.run_name}, {what or part.name}")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.pipeline.save import NodeWriting, run_save
+from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
@@ -77,4 +77,4 @@ class CommitsWhenTold(CommitsHere):
 
 def _save_step(request: SaveRequest) -> None:
     (first, *_) = await_node_shards(request.save, rank_timeout_s=60)
-    run_save(request, NodeWriting.of(StackSettings()), Path(first.spool).parent, delays_s=())
+    SaverDriver(request, NodeWriting.of(StackSettings()), Path(first.spool).parent).save()

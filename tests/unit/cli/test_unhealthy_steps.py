@@ -11,7 +11,7 @@ from click.testing import Result
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
-from flows.save import report_step
+from flows.save import FlowDriver
 from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.report_html import render_report
@@ -126,7 +126,7 @@ def test_the_run_of_a_save_tells_it_by_its_page_a_metric_and_an_event(
     assert metrics.registry.get_sample_value("trinity_sync_unhealthy_saves_total", labels) == 1
     monkeypatch.setattr(step_events, "emit_event", lambda **event: sent.append(event))
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        report_step("unhealthy", request, problems=[*done.alarms])
+        FlowDriver(request)._report("unhealthy", problems=[*done.alarms])
     (event,) = sent
     assert event["event"] == "trinity_sync.step.unhealthy"
     assert event["payload"]["problems"] == [BAD, SAME]

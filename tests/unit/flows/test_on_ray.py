@@ -8,7 +8,8 @@ import pytest
 from trinity_sync.errors import RemoteError, SaveError
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node import RemoteTracebackError, call
-from trinity_sync.pipeline.save import Share, is_io_error
+from trinity_sync.pipeline.order import Part, is_io_error
+from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
@@ -87,3 +88,27 @@ def test_an_error_of_one_component_that_cannot_be_pickled_leaves_those_of_the_no
     model, optim = pickle.loads(pickle.dumps(outcomes))
     assert "503" in str(model.get_error())
     assert optim.unwrap().written == ()
+
+
+def test_a_node_repeats_what_failed_with_an_io_error_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def persist_share(request: SaveRequest, share: Share, *_: object) -> Persisted:
+        tried.append(share.what)
+        if tried.count("model") == 1 and share.component == "model":
+            raise OSError(5, "Input/output error")
+        if share.component == "optim":
+            raise SaveError("is superseded")
+        return Persisted([], [])
+
+    monkeypatch.setattr(on_node, "persist_share", persist_share)
+    monkeypatch.setattr(on_node, "PERSIST", Part("persist", repeats_after=(0, 0)))
+    request = SaveRequest(root=str(tmp_path), run=1, step=1)
+    shares = [Share("model"), Share("optim")]
+    shards = NodeShards("a", str(tmp_path), {"actor": (0,)})
+    model, optim = on_node.persist_node(request, shares, shards)
+    assert model.unwrap().written == ()
+    assert "is superseded" in str(optim.get_error())
+    assert sorted(tried) == ["model", "model", "optim"]

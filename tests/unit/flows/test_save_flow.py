@@ -1,62 +1,48 @@
-"""The order of what follows a commit; the tasks themselves run in tests/integration."""
+"""What the flow of a save reports; the tasks themselves run in tests/integration."""
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import flows.save
 import tasks.save
 from tests.support.job import Job
 from trinity_sync.errors import (
     EvictedError,
-    ExportError,
     HiddenSpoolError,
     MissingShardsError,
     RootAwayError,
     SaveFailedError,
     SupersededError,
 )
+from trinity_sync.pipeline.order import Part
+from trinity_sync.pipeline.save import find_follows
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
-
-COMMITTED = SimpleNamespace(has_exports=True, keep=0, by_saver=False, alarms=["bad"])
+from trinity_sync.storage.job_settings import write_job_settings
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the parts of the flow that were called; none of them does anything."""
+    """Names of the parts of the flow that were done, and of its events; nothing else is done."""
     made: list[str] = []
 
-    def patch(name: str, result: object = None) -> None:
-        async def called(*_: object) -> object:
-            made.append(name)
-            return result
+    class Flow(flows.save.FlowDriver):
+        done = SimpleNamespace(by_saver=False, alarms=["bad"])  # type: ignore[assignment]
+        _committed_at = 0.0
 
-        monkeypatch.setattr(flows.save, name, called)
+        async def do(self, part: Part) -> None:
+            made.append(part.name)
+            if part.name == "tell_commit":
+                await super().do(part)
 
-    async def run_on_node(
-        _: str, _root: str, function: Callable[..., object], *_args: object
-    ) -> None:
-        made.append(function.__name__)
-
-    class Node:
-        name, shards, persisted = "here", None, ()
-
-    patch("find_nodes", [Node])
-    patch("persist_images")
-    patch("commit_step", COMMITTED)
-    patch("free_remaining_slots")
-    patch("upload_if_required")
-    monkeypatch.setattr(flows.save, "run_on_node", run_on_node)
-    patch("request_replication")
-    patch("mark_failed")
-    patch("prune")
+    monkeypatch.setattr(flows.save, "FlowDriver", Flow)
     monkeypatch.setattr(
         flows.save, "emit_step_event", lambda outcome, *_, **__: made.append(outcome)
     )
@@ -64,40 +50,43 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_a_copy_is_requested_and_older_steps_go_after_the_export_even_if_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+def test_a_commit_and_what_is_unhealthy_are_reported_before_what_follows(
+    tmp_path: Path, calls: list[str]
 ) -> None:
-    monkeypatch.setattr(COMMITTED, "keep", 2)
-    request = SaveRequest(root=str(tmp_path), step=1, run=1)
-    asyncio.run(flows.save.save_step.fn(request))
-    after = ["export_requested_models", "request_replication", "prune"]
-    assert calls[-5:] == ["committed", "unhealthy", *after]  # the first two are events
-
-    async def fail(*_: object) -> None:
-        raise ExportError("no config")
-
-    monkeypatch.setattr(flows.save, "run_on_node", fail)
-    with pytest.raises(ExportError):
-        asyncio.run(flows.save.save_step.fn(request))
-    assert calls[-2:] == ["request_replication", "prune"]
+    asyncio.run(flows.save.save_step.fn(SaveRequest(root=str(tmp_path), step=1, run=1)))
+    told = ["tell_commit", "committed", "unhealthy"]  # the last two are events
+    assert calls[-4:] == [*told, "compare_late_images"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "keep", "prunes"),
-    [("state_dict", 0, True), ("checkpoint", 0, False), ("checkpoint", 2, True)],
+    ("kind", "keep", "policy", "prunes"),
+    [
+        ("state_dict", 0, None, True),
+        ("checkpoint", 0, None, False),
+        ("checkpoint", 2, None, True),
+        ("checkpoint", 0, "all", False),
+        ("checkpoint", 0, "last=2", True),
+    ],
 )
-def test_older_weights_are_pruned_after_each_commit_of_weights(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    calls: list[str],
-    kind: Any,
-    keep: int,
-    prunes: bool,
+def test_older_steps_are_removed_after_a_commit_of_weights_or_by_its_keep_or_a_policy(
+    job: Job, kind: Any, keep: int, policy: str | None, prunes: bool
 ) -> None:
-    monkeypatch.setattr(COMMITTED, "keep", keep)  # whoever has requested the save
-    request = SaveRequest(root=str(tmp_path), step=1, run=1, kind=kind)
-    asyncio.run(flows.save.save_step.fn(request))
-    assert ("prune" in calls) == prunes
+    write_job_settings(job.root, {"keep": policy} if policy else {})
+    job.stage(1, {"model": {"w": torch.ones(9)}}, kind=kind, keep=keep)
+    job.commit(1, kind=kind)
+    assert find_follows(job.request(1, kind=kind)).prunes == prunes
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_checkpoint_is_copied_and_by_the_save_itself_if_that_is_required(
+    job: Job, required: bool
+) -> None:
+    url = "file:///nowhere"
+    write_job_settings(job.root, {"remote": url, "remote_required": required})
+    found = find_follows(job.request(1))
+    assert (found.required_remote, found.remote) == ((url, "") if required else ("", url))
+    found = find_follows(job.request(1, kind="state_dict"))
+    assert (found.required_remote, found.remote) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -114,13 +103,13 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
     events: list[str] = []
     pages: dict[str, str] = {}
 
-    async def find_nodes(_: SaveRequest) -> list[flows.save.NodeSave]:
+    def await_node_shards(*_: object, **__: object) -> None:
         raise error
 
     async def create(**fields: str) -> None:
         pages[fields["key"]] = fields["markdown"]
 
-    monkeypatch.setattr(flows.save, "find_nodes", find_nodes)
+    monkeypatch.setattr(flows.save, "await_node_shards", await_node_shards)
     monkeypatch.setattr(flows.save, "list_living_nodes", dict)
     monkeypatch.setattr(flows.save, "get_run_logger", lambda: logging.getLogger())
     monkeypatch.setattr(tasks.save, "acreate_markdown_artifact", create)
@@ -148,13 +137,17 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
 def test_a_run_whose_root_is_away_is_left_to_be_retried_and_marks_no_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
-    async def fail(*_: object) -> None:
-        raise RootAwayError("not mounted")
+    done = flows.save.FlowDriver.do
 
-    monkeypatch.setattr(flows.save, "persist_images", fail)
+    async def fail(self: Any, part: Part) -> None:
+        await done(self, part)
+        if part.name == "persist":
+            raise RootAwayError("not mounted")
+
+    monkeypatch.setattr(flows.save.FlowDriver, "do", fail)
     state = asyncio.run(flows.save.save_step.fn(SaveRequest(root=str(tmp_path), step=1, run=1)))
     assert (state.name, state.type.value) == ("Waiting for its root", "CRASHED")
-    assert "mark_failed" not in calls
+    assert calls == ["find_nodes", "persist"]
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -171,7 +164,9 @@ def test_a_save_that_the_stack_does_not_see_fails_for_the_reason_that_its_saver_
 
     async def await_the_failure() -> None:
         hidden = HiddenSpoolError("the stack does not see it")
-        waiting = asyncio.create_task(flows.save.leave_to_saver(request, (), hidden))
+        driver = flows.save.FlowDriver(request)
+        driver._limit_s = 600.0
+        waiting = asyncio.create_task(driver._leave_to_saver(hidden))
         while not (known := read_entry(request)):
             await asyncio.sleep(0.01)
         assert known.state == "hidden"

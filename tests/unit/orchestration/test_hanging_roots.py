@@ -14,7 +14,7 @@ import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from sqlalchemy import select
 
-from flows.save import find_nodes
+from flows.save import FlowDriver
 from tests.support.answers import server
 from tests.support.hanging import hanging
 from tests.support.job import Job
@@ -34,6 +34,7 @@ from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, t
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
+from trinity_sync.pipeline.order import ORDER
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
@@ -220,12 +221,12 @@ def test_many_saves_of_jobs_that_hang_use_up_no_threads_of_others(job: Job, othe
     requests = [job.request(step) for step in range(50)]
 
     async def flows() -> None:
-        hung = [asyncio.create_task(find_nodes(request)) for request in requests]
+        hung = [asyncio.create_task(FlowDriver(each).do(ORDER[0])) for each in requests]
         await asyncio.sleep(0.1)
         assert not any(each.done() for each in hung)
-        request = other.request(2)
-        (found,) = await asyncio.wait_for(find_nodes(request), 10)
-        assert found.shards.spool == str(other.spool.folder)
+        found = FlowDriver(other.request(2))
+        await asyncio.wait_for(found.do(ORDER[0]), 10)
+        assert [each.shards.spool for each in found._nodes] == [str(other.spool.folder)]
         await asyncio.wait_for(asyncio.to_thread(time.time), 10)  # as Prefect's own calls
         for each in hung:
             each.cancel()

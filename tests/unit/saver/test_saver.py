@@ -39,6 +39,7 @@ from trinity_sync.client.saver_control import (
 )
 from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import read_entry
@@ -532,8 +533,8 @@ def test_a_failure_is_told_although_shared_memory_is_full(
     def is_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saver_module, "run_save", fail)
-    monkeypatch.setattr(saver_module, "mark_failed", is_full)
+    monkeypatch.setattr(pipeline, "await_node_shards", fail)
+    monkeypatch.setattr(pipeline, "mark_failed", is_full)
     request = job.request(1)
     saver = Saver(settings.spool, NodeWriting())
     saver._saves[request.key] = threading.current_thread()

@@ -135,7 +135,7 @@ def test_an_old_run_that_is_retried_in_a_new_root_commits_nothing_and_fails_no_n
     train(root, server, 20, 1.0)
     (old,) = server.runs.values()
     attempt = server.begin(old)
-    assert old.advance(attempt) == "began"
+    assert old.advance(attempt) == "find_nodes"
     shutil.rmtree(root)
     train(root, server, 20, 2.0)
     while attempt in old.attempts:

@@ -45,10 +45,10 @@ from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
+from trinity_sync.pipeline.save import end_images
 from trinity_sync.saves.journal import PATIENCE_S, SaveState, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
-from trinity_sync.storage.save import mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ async def try_allow_eviction(spool: Path, parameters: Mapping[str, Any], reason:
 
 
 def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
-    """Mark the images of a save that ended without a commit, so that later saves evict them first.
+    """End the images of a save whose flow run has failed, as `end_images`.
 
     ``parameters`` are the flow run's.
     """
@@ -198,7 +198,7 @@ def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> N
     if request is None:
         return
     try:
-        mark_failed(JobSpool(spool / request.job), request.save, reason)
+        end_images(JobSpool(spool / request.job), request, reason)
     except (OSError, TrinitySyncError) as error:
         logger.warning("cannot mark the images of %s for eviction: %s", request.save, error)
 
