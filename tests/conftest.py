@@ -323,9 +323,10 @@ def _describe(living: set[object]) -> list[str]:
     found = [str(each) for each in living if not isinstance(each, int)]
     for pid in living:
         with suppress(psutil.NoSuchProcess):
-            command = " ".join(psutil.Process(pid).cmdline()) if isinstance(pid, int) else ""
-            if command and not any(each in command for each in SERVERS):  # a zombie has none
-                found.append(command)
+            process = psutil.Process(pid) if isinstance(pid, int) else None
+            command = " ".join(process.cmdline()) if process else ""  # empty while it starts
+            if process and left_of([process]) and not any(each in command for each in SERVERS):
+                found.append(command or str(process))
     return found
 
 

@@ -19,7 +19,9 @@ def test_a_folder(tmp_path):
     os.chdir(tmp_path)
 
 def test_a_process():
-    left.append(subprocess.Popen(["sleep", "60"]))
+    left.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
+    left[0].stdin.write(b"?")
+    assert left[0].stdout.read(1)  # it runs
 
 def test_a_thread():
     threading.Thread(target=over.wait, name="a waiting one").start()
@@ -46,5 +48,5 @@ def test_a_test_that_leaves_something_behind_fails_and_says_what(tmp_path: Path)
         command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True
     )
     assert "6 passed, 5 errors" in done.stdout
-    for left in ("HOME", "SYNC_LEFT", "folder /", "sleep 60", "a waiting one", "sync-test-"):
+    for left in ("HOME", "SYNC_LEFT", "folder /", "['cat']", "a waiting one", "sync-test-"):
         assert left in done.stdout, done.stdout
