@@ -83,5 +83,5 @@ def test_a_step_whose_run_has_the_number_of_a_lost_one_has_replaced_its_step(
 ) -> None:
     manifest = require_committed(committed.root, 2)
     require_unreplaced(committed.root, manifest)
-    with pytest.raises(CommitError, match="changed while it was read"):
+    with pytest.raises(CommitError, match="run 1 has replaced it"):
         require_unreplaced(committed.root, replace(manifest, run_key="of the lost one"))
