@@ -22,7 +22,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.job import Job
-from tests.support.meanwhile import when_opened, when_removed, when_renamed
+from tests.support.meanwhile import when_opened, when_renamed
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.client.checkpoints import Checkpoints
@@ -399,7 +399,7 @@ def test_a_link_that_takes_the_place_of_a_folder_during_a_download_is_not_follow
         temporary.parent.rename(tmp_path / "moved")
         temporary.parent.symlink_to(private)
 
-    with when_removed(temporary, exchange), suppress(OSError, TrinitySyncError):
+    with when_opened(temporary, exchange), suppress(OSError, TrinitySyncError):
         fetch(url, 8, trained.root)
     assert look(private) == before
     assert (tmp_path / "moved" / Path(record.path).name).exists()
