@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -309,9 +308,8 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _find_living() -> set[object]:
-    """Return this process's threads but daemons, its spools and the ids of its children."""
-    found: set[object] = {each for each in threading.enumerate() if not each.daemon}
-    found.update(path.name for path in Path("/dev/shm").glob(f"{SPOOLS}*"))
+    """Return this process's spools and the ids of its children."""
+    found: set[object] = {path.name for path in Path("/dev/shm").glob(f"{SPOOLS}*")}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # of a thread that has ended
             found.update(map(int, (task / "children").read_text().split()))
@@ -319,7 +317,7 @@ def _find_living() -> set[object]:
 
 
 def _describe(living: set[object]) -> list[str]:
-    """Return the threads and spools, and the commands of the children that run."""
+    """Return the spools, and the commands of the children that run."""
     found = [str(each) for each in living if not isinstance(each, int)]
     for pid in living:
         with suppress(psutil.NoSuchProcess):
