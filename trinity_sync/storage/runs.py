@@ -100,11 +100,8 @@ def join_run(
         last = max(newest.number if newest else 0, resumed_run, find_last())
         run = Run(last + 1, key, resumed_from, resumed_run)
         before_begin(run.number)
-        path = folder / f"{run.number}.json"
-        if create_file(path, encode_record(run)):
+        if create_file(folder / f"{run.number}.json", encode_record(run)):
             return run, True
-        if path.is_symlink() and not path.exists():
-            raise CommitError(f"{path} is a link to no file; restore that, or remove the link")
 
 
 def record_resume(root: str | Path, run: Run, step: int, resumed_run: int) -> Run:

@@ -1,5 +1,6 @@
 """Every wait for a save learns of its end, whatever the file system does meanwhile."""
 
+import errno
 import gc
 import itertools
 import json
@@ -61,21 +62,21 @@ def looks_soon_for_what_nothing_will_commit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_error_of_the_file_system_ends_no_watcher(
-    job: Job, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
-    pointer = job.root / "latest_checkpointed_iteration.txt"
-    pointer.rename(job.root / "aside")
-    pointer.mkdir()  # to read it is an OSError that is no FileNotFoundError
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     request = job.request(4)
     with caplog.at_level(logging.WARNING):
-        watcher.follow(request)
-        with pytest.raises(SaveTimeoutError, match="step4"):
-            watcher.wait(time.monotonic() + 0.5)
-        pointer.rmdir()
-        (job.root / "aside").rename(pointer)
+        with monkeypatch.context() as disk:
+            disk.setattr("trinity_sync.storage.latest_pointer.read_uncached", fail)
+            watcher.follow(request)
+            with pytest.raises(SaveTimeoutError, match="step4"):
+                watcher.wait(time.monotonic() + 0.5)
         assert watcher.wait(time.monotonic() + 30) == []
     watcher.close()
     assert len([each for each in caplog.records if "Cannot read the status" in each.message]) == 1

@@ -37,7 +37,7 @@ def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
 def test_a_link_to_no_file_at_the_name_of_the_next_run_is_told(job: Job) -> None:
     assert RunContext(job.root, "first").get().number == 1
     (job.root / PRIVATE_FOLDER / "runs/2.json").symlink_to("nowhere")
-    with pytest.raises(CommitError, match=r"2\.json is a link to no file"):
+    with pytest.raises(CommitError, match=r"2\.json is torn or edited"):
         RunContext(job.root, "second").get()
 
 
