@@ -1,6 +1,9 @@
 """Something that happens in the middle of another: when a file is opened or renamed."""
 
+import errno
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,3 +36,20 @@ def when_renamed(path: Path, body: Callable[[], object]) -> Iterator[None]:
     _waiting["os.rename", str(path)] = body
     yield
     assert not _waiting.pop(("os.rename", str(path)), None), f"{path} was not renamed"
+
+
+@contextmanager
+def hanging_when_opened(path: Path) -> Iterator[threading.Event]:
+    """Hold up what first opens ``path`` here until the end of the block; yield whether it waits."""
+    waits, answers = threading.Event(), threading.Event()
+    with when_opened(path, lambda: (waits.set(), answers.wait(60))):
+        try:
+            yield waits
+            assert waits.wait(60)
+        finally:
+            answers.set()
+
+
+def fail_to_read(path: Path) -> bytes:
+    """Fail as a disk does, in the place of what reads a file."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))

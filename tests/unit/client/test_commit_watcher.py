@@ -1,6 +1,5 @@
 """Every wait for a save learns of its end, whatever the file system does meanwhile."""
 
-import errno
 import gc
 import itertools
 import json
@@ -26,6 +25,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.support.answers import server
 from tests.support.forked import get_context
 from tests.support.job import Job
+from tests.support.meanwhile import fail_to_read
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from tests.unit.conftest import Open
 from trinity_sync.client import commit_watcher
@@ -64,16 +64,13 @@ def looks_soon_for_what_nothing_will_commit(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_error_of_the_file_system_ends_no_watcher(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4)
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     request = job.request(4)
     with caplog.at_level(logging.WARNING):
         with monkeypatch.context() as disk:
-            disk.setattr("trinity_sync.storage.latest_pointer.read_uncached", fail)
+            disk.setattr("trinity_sync.storage.latest_pointer.read_uncached", fail_to_read)
             watcher.follow(request)
             with pytest.raises(SaveTimeoutError, match="step4"):
                 watcher.wait(time.monotonic() + 0.5)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from flows.save import FlowDriver
 from tests.support.answers import server
 from tests.support.hanging import hanging
 from tests.support.job import Job
+from tests.support.meanwhile import hanging_when_opened
 from trinity_sync.catalog.database import Job as JobRow
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import mirror
@@ -280,15 +280,13 @@ def test_a_root_that_hangs_while_it_is_mirrored_keeps_no_lock_of_the_catalog(
     job: Job, other: Job, settings: Settings
 ) -> None:
     manifest = step_folder(job.root, 1) / MANIFEST
-    manifest.unlink()
-    os.mkfifo(manifest)  # an open of it waits for a writer
     with open_catalog(get_catalog_url(settings)) as engine:
-        threading.Thread(target=mirror, args=(engine, job.root, [1]), daemon=True).start()
-        time.sleep(0.2)
-        began = time.monotonic()
-        mirror(engine, other.root, [1])
-        assert time.monotonic() - began < 10
-        manifest.open("w").close()
+        with hanging_when_opened(manifest) as waits:
+            threading.Thread(target=mirror, args=(engine, job.root, [1]), daemon=True).start()
+            assert waits.wait(60)
+            began = time.monotonic()
+            mirror(engine, other.root, [1])
+            assert time.monotonic() - began < 10
         with engine.connect() as connection:
             rows = connection.execute(select(JobRow.root)).scalars()
             assert str(other.root) in {*rows}

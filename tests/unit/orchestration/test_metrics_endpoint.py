@@ -1,7 +1,6 @@
 """What Prometheus reads from a flow worker."""
 
 import json
-import os
 import re
 import socket
 import time
@@ -14,6 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.job import Job
+from tests.support.meanwhile import fail_to_read, hanging_when_opened
 from tests.support.steps import MODEL, commit_files
 from tests.unit.project.test_record_formats import of_another_release
 from trinity_sync.errors import StackError
@@ -111,13 +111,11 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: 
     manifest = job.root / "global_step_7/manifest.json"
     manifest.parent.mkdir()
     (job.root / ITERATION_FILES["checkpoint"]).write_text("7")
-    os.mkfifo(manifest)  # an open of it waits for a writer
     metrics = WorkerMetrics()
-    port = metrics.serve(settings, at(free_port()))
-    metrics.update_newest(job.spool.folder.name, "checkpoint", 8, time.time())
-    assert newest_step(port) == 8
-    with manifest.open("w"):
-        manifest.unlink()
+    with hanging_when_opened(manifest):
+        port = metrics.serve(settings, at(free_port()))
+        metrics.update_newest(job.spool.folder.name, "checkpoint", 8, time.time())
+        assert newest_step(port) == 8
 
 
 def newest_step(port: int) -> float:
@@ -209,7 +207,7 @@ def test_corruption_marks_are_looked_up_rarely(
 
 
 def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
-    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(home=tmp_path / "home", spool=job.spool.folder.parent)
     name = job.spool.folder.name
@@ -222,13 +220,12 @@ def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
         observer.observe()
         assert corrupted_steps(observer) == {name: 0}
     assert caplog.text.count("cannot read") == 1
-    (job.root / ITERATION_FILES["checkpoint"]).unlink()
-    (job.root / ITERATION_FILES["checkpoint"]).mkdir()
-    for _ in range(2):
-        observer.observe()
-        assert corrupted_steps(observer) == {}
+    with monkeypatch.context() as disk:
+        disk.setattr("trinity_sync.storage.latest_pointer.read_uncached", fail_to_read)
+        for _ in range(2):
+            observer.observe()
+            assert corrupted_steps(observer) == {}
     assert caplog.text.count("cannot read") == 2
-    (job.root / ITERATION_FILES["checkpoint"]).rmdir()
     (settings.home / "roots/a.json").mkdir()
     for _ in range(2):
         observer.observe()

@@ -22,6 +22,7 @@ from benchmarks.path_calls import watch_path_calls
 from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
+from tests.support.meanwhile import hanging_when_opened
 from tests.support.savers import await_that, is_announced, is_locked, savers_of, train
 from tests.support.waiting import until
 from tests.unit.saver.conftest import Make
@@ -628,10 +629,6 @@ def test_a_saver_whose_root_does_not_answer_stays(
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.close(timeout=0)
     (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
-    identity = job.root / IDENTITY_FILE
-    known = identity.read_bytes()
-    identity.unlink()
-    os.mkfifo(identity)  # who reads it waits for a writer
     looked = threading.Event()
 
     class Observed(Saver):
@@ -640,15 +637,11 @@ def test_a_saver_whose_root_does_not_answer_stays(
             return super()._pause(pipe)
 
     thread = threading.Thread(target=Observed(settings.spool, NodeWriting()).run, daemon=True)
-    thread.start()
-    assert looked.wait(60)
-    thread.join(1)
-    stays = thread.is_alive()
-    with identity.open("wb", buffering=0) as pipe:
-        identity.with_suffix(".new").write_bytes(known)
-        identity.with_suffix(".new").rename(identity)
-        pipe.write(known)
-    assert stays
+    with hanging_when_opened(job.root / IDENTITY_FILE):
+        thread.start()
+        assert looked.wait(60)
+        thread.join(1)
+        assert thread.is_alive()
     thread.join(60)
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
