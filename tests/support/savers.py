@@ -59,11 +59,16 @@ def savers_of(spool: Path) -> list[psutil.Process]:
     return found
 
 
-def end_savers(spool: Path) -> None:
-    """Kill the savers of a spool, and leave no thread that would start another one."""
+def await_reaching() -> None:
+    """Wait for threads that reach for a saver: they would start one, or keep it."""
     for thread in threading.enumerate():
         if thread.name == "save-trigger":  # it may wait until its saver serves
             thread.join(10)
+
+
+def end_savers(spool: Path) -> None:
+    """Kill the savers of a spool, and leave no thread that would start another one."""
+    await_reaching()
     for saver in savers_of(spool):
         saver.kill()
 

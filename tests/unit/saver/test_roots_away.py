@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.support.savers import await_that, savers_of
+from tests.support.savers import await_reaching, await_that, savers_of
 from tests.unit.saver.conftest import Make
 from trinity_sync import Settings
 from trinity_sync.errors import RootAwayError, SaveTimeoutError
@@ -122,6 +122,7 @@ def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_wa
     saves.save(2, {"model": {"w": torch.ones(3)}})
     away = take_away(job.root, "is empty")
     saves.close(0)
+    await_reaching()
     saves._watcher._trigger._saver._close()  # as its process ends
     saver.resume()
     await_that(saves.spool.away.exists, "the saver does not see the root")
