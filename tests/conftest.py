@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -169,29 +169,11 @@ ENDING = pytest.StashKey[ExitStack]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files: the stack's, so that it ends early, unit tests, which are short, others."""
+    """Order files: the stack's, so that it ends early; unit tests last, of which none is long."""
     files = {item.path for item in items if "stack" in getattr(item, "fixturenames", ())}
     config.stash[FILES], config.stash[ENDING] = files, ExitStack()
     unit = Path(__file__).parent / "unit"
-    items.sort(key=lambda item: 0 if item.path in files else 1 if unit in item.path.parents else 2)
-
-
-WAITING = ("gw0", "gw1")
-"""Workers that begin with the files of the session's stack, whose tests wait most of the time."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give other workers files from the end of the order: they compute meanwhile."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class FromBothEnds(LoadFileScheduling):
-        def _assign_work_unit(self, node: Any) -> None:
-            if node.gateway.id not in WAITING:
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-            super()._assign_work_unit(node)
-
-    return FromBothEnds(config, log) if config.getvalue("dist") == "loadfile" else None
+    items.sort(key=lambda item: (item.path not in files, item.path.is_relative_to(unit)))
 
 
 @pytest.hookimpl(tryfirst=True)
