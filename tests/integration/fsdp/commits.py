@@ -6,15 +6,19 @@ What is written, and how it is committed, is what the flow's tasks call.
 import asyncio
 import queue
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.pipeline.order import Part
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.storage.placement import await_node_shards
+
+T = TypeVar("T")
 
 
 class CommitsHere(SaveTrigger):
@@ -75,6 +79,13 @@ class CommitsWhenTold(CommitsHere):
         super().submit(request)
 
 
+class _Once(SaverDriver):
+    """What fails is not repeated."""
+
+    def _repeat(self, part: Part, call: Callable[[], T], what: str = "") -> T:
+        return call()
+
+
 def _save_step(request: SaveRequest) -> None:
     (first, *_) = await_node_shards(request.save, rank_timeout_s=60)
-    SaverDriver(request, NodeWriting.of(StackSettings()), Path(first.spool).parent).save()
+    _Once(request, NodeWriting.of(StackSettings()), Path(first.spool).parent).save()
