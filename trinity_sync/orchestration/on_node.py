@@ -41,6 +41,7 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
 from trinity_sync.storage.save_timing import SaveTiming
@@ -298,7 +299,7 @@ def commit_step(
         logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
     try_mirror(settings, request.root, [request.step], stack=stack, flow_run=flow_run)
     written = [file for result in persisted for file in result.written]
-    found = pipeline.read_head(request)
+    found = read_run_head(request.root, request.run, request.step)
     timings = found.timings if found else ()
     mine = [each for each in timings if (each.kind, each.roles) == (request.kind, request.roles)]
     by_saver = any(each.by_saver for each in mine)

@@ -52,7 +52,7 @@ class Driver:
         """Why the save has failed, or what follows its commit."""
 
     async def do(self, part: "Part") -> None:
-        """Do a part, and repeat it as `Part.repeats` says."""
+        """Do a part, and repeat it as `Part.repeats_after` says."""
         await getattr(self, f"_{part.name}")()
 
     def log_error(self, text: str) -> None:

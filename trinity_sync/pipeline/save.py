@@ -35,7 +35,7 @@ from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
-from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_manifest
+from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
@@ -265,7 +265,10 @@ def copy_missing_steps(root: str, step: int, url: str) -> RemovalPlan:
 
 def find_follows(request: SaveRequest) -> Follows:
     """Return what follows the commit of a save."""
-    manifest, job = read_head(request), read_job_settings(request.root)
+    manifest, job = (
+        read_run_head(request.root, request.run, request.step),
+        read_job_settings(request.root),
+    )
     is_checkpoint = request.kind == "checkpoint"
     return Follows(
         exports=bool(manifest and manifest.exports),
@@ -273,12 +276,6 @@ def find_follows(request: SaveRequest) -> Follows:
         remote=job.remote if is_checkpoint and not job.required_remote else "",
         prunes=not is_checkpoint or _find_policy(request, manifest) not in ("", "all"),
     )
-
-
-def read_head(request: SaveRequest) -> Manifest | None:
-    """Return the manifest without its parts: those of thousands of ranks have the files."""
-    read = partial(read_manifest, ranks=())
-    return read_run_manifest(request.root, request.run, request.step, read=read)
 
 
 def _find_policy(request: SaveRequest, manifest: Manifest | None) -> str:
@@ -293,7 +290,7 @@ def prune_after_commit(request: SaveRequest, writing: NodeWriting, spool: Path) 
 
     The step of the request stays, also if newer steps were committed before it.
     """
-    keep = _find_policy(request, read_head(request))
+    keep = _find_policy(request, read_run_head(request.root, request.run, request.step))
     rules = Rules.of_job(read_job_settings(request.root), keep=keep)
     plan = plan_prune(request.root, rules, time.time(), just_committed=request.step)
     return prune(request.root, plan, spool=spool, recycle=writing.reuse_files)

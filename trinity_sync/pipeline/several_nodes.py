@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from trinity_sync.errors import MissingShardsError, SaveError, SaveFailedError
@@ -32,7 +31,7 @@ from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import is_below
 from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.manifest import read_manifest, read_run_manifest
+from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
 from trinity_sync.storage.save_functions import CallableStatus
@@ -91,8 +90,7 @@ def remove_node_records(request: SaveRequest, number: int | None = None) -> None
 
 def is_committed(request: SaveRequest) -> bool:
     """Return whether the run of a save has committed it."""
-    read_head = partial(read_manifest, ranks=())
-    return request.is_in(read_run_manifest(request.root, request.run, request.step, read=read_head))
+    return request.is_in(read_run_head(request.root, request.run, request.step))
 
 
 def await_node_records(

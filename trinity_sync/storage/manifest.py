@@ -472,6 +472,11 @@ def read_run_manifest(
     return manifest if manifest and manifest.run == run else None
 
 
+def read_run_head(root: str | Path, run: int, step: int) -> Manifest | None:
+    """Do as `read_run_manifest`, without the parts: those of thousands of ranks have the files."""
+    return read_run_manifest(root, run, step, read=partial(read_manifest, ranks=()))
+
+
 def is_committed(
     root: str | Path, run: int, step: int, kind: Kind, roles: Iterable[str] = ()
 ) -> bool:
@@ -482,7 +487,7 @@ def is_committed(
     Raises:
         FormatError: as `read_run_manifest`.
     """
-    manifest = read_run_manifest(root, run, step, read=partial(read_manifest, ranks=()))
+    manifest = read_run_head(root, run, step)
     return manifest is not None and manifest.has_kind(kind, roles)
 
 
