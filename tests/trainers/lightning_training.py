@@ -233,6 +233,8 @@ def go_on_from_checkpoints_of_lightning(tmp_path: Path, spool: Path) -> None:
         fit(Small(), [saves], steps=0, resume=True, default_root_dir=tmp_path)
     trainer = fit(Small(), [saves], steps=4, resume=found, default_root_dir=tmp_path)
     assert (trainer.global_step, [*steps_on_disk(tmp_path / "ckpts")]) == (4, [4])
+    with pytest.raises(ConfigError, match=r'step 2, .* has step 4: resume with ckpt_path="last"'):
+        fit(Small(), [saves], steps=6, resume=found, default_root_dir=tmp_path)
     trainer.save_checkpoint(tmp_path / "back.ckpt")
     resumed = fit(Small(), [], steps=6, resume=tmp_path / "back.ckpt", default_root_dir=tmp_path)
     assert resumed.global_step == 6

@@ -240,6 +240,9 @@ def test_a_training_that_has_checkpoints_of_trainer_is_told_how_to_go_on_from_th
         assert (line in caplog.text) is not resumes
     assert differences(dict(first.model.state_dict()), begun.weights) == []
     assert max(steps_on_disk(tmp_path / "ckpts")) == 6
+    again = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    with pytest.raises(ConfigError, match=r"of step 4, .* has step 6: resume with .*latest\(\)"):
+        hugging_face(tmp_path / "out", again).train(resume_from_checkpoint=True)
     without = hugging_face(tmp_path / "out", saves)
     without.pop_callback(TrinitySyncCallback)
     without.add_callback(begun)

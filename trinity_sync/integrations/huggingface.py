@@ -52,6 +52,10 @@ with from_extra("hf"):
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 60.0
+"""Seconds to wait for saves in flight before a training resumes."""
+_RESUME = "resume_from_checkpoint=saves.latest()"
+
 
 class TrinitySyncCallback(TrainerCallback):
     """Saves the checkpoints of a `Trainer`, in one process, with DDP or with FSDP2.
@@ -90,7 +94,7 @@ class TrinitySyncCallback(TrainerCallback):
         """Return the state without that of a training, for `pickle` and `copy`."""
         return {**vars(self), "_saves": None, "_opened": ExitStack(), "_made": None}
 
-    def latest(self, *, settle_s: float = 60.0) -> str | None:
+    def latest(self, *, settle_s: float = SETTLE_S) -> str | None:
         """Return a folder to resume from the newest committed step; None if there is none.
 
         The run begins at the step when `Trainer` loads the folder. So another process may call it
@@ -248,7 +252,8 @@ class TrinitySyncCallback(TrainerCallback):
         Each training is a run of its own, also after one that raised.
 
         Raises:
-            ConfigError: as `on_init_end`, for a callback that was added later.
+            ConfigError: as `on_init_end`, for a callback that was added later; or `Trainer` has
+                loaded another checkpoint, which is older than the newest step of the root.
         """
         self.on_init_end(args, state, control, **parts)
         self._logged = (-1, {})
@@ -269,6 +274,10 @@ class TrinitySyncCallback(TrainerCallback):
                 loads_best = args.load_best_model_at_end
                 own = str(self._folder_of(_step_of(best.name)))
                 state.best_model_checkpoint = own if loads_best else None
+        elif state.global_step:
+            self._get_saves().require_nothing_newer(
+                state.global_step, settle_s=SETTLE_S, resume=_RESUME
+            )
 
     def _warn_of_other_checkpoints(self, output_dir: str) -> None:
         """Warn of checkpoints that `Trainer` has saved, if a job without steps begins at step 0."""
@@ -276,9 +285,8 @@ class TrinitySyncCallback(TrainerCallback):
         if found and not any(self.root.glob("global_step_*")):
             logger.warning(
                 "%s has no step, so training begins at step 0, although %s is there. To go on from "
-                "it: resume_from_checkpoint=saves.latest() or get_last_checkpoint(%r), of "
-                "transformers.trainer_utils",
-                *(self.root, found, output_dir),
+                "it: %s or get_last_checkpoint(%r), of transformers.trainer_utils",
+                *(self.root, found, _RESUME, output_dir),
             )
 
     def note_loaded(self, folder: str) -> None:

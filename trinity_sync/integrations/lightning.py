@@ -91,7 +91,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         self._strategy: Any = None
         self._saves: TrainerSaves | None = None
         self._saved = -1
-        self._loads_last = False
+        self._loads_last = self._loaded_other = False
         self._rng: Mapping[str, Any] | None = None
 
     # ------------------------------------------------------------ hooks of Lightning
@@ -128,8 +128,15 @@ class TrinitySyncCallback(ModelCheckpoint):
         """Record the step that the training starts at, which is not saved again.
 
         With accumulated gradients, batches after it are of the same step.
+
+        Raises:
+            ConfigError: it starts from another checkpoint, older than the newest step of the root.
         """
         self._saved = trainer.global_step
+        if self._loaded_other and trainer.strategy.broadcast(self._root.is_dir()):
+            self._get_saves(trainer.strategy).require_nothing_newer(
+                self._saved, settle_s=self._settle_s, resume='ckpt_path="last"'
+            )
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -196,7 +203,7 @@ class TrinitySyncCallback(ModelCheckpoint):
     def _close(self) -> None:
         """Close what this fit has opened, so that the next one is a run of its own."""
         saves, self._saves = self._saves, None
-        self._rng, self._loads_last = None, False
+        self._rng, self._loads_last, self._loaded_other = None, False, False
         if saves is not None:
             saves.close()
 
@@ -259,6 +266,7 @@ class TrinitySyncCallback(ModelCheckpoint):
                 root, step = folder.parent, step_of_folder(folder.name)
                 is_other = step is None or root != self._root
                 if is_other and not trainer.strategy.broadcast((folder / MANIFEST).exists()):
+                    self._loaded_other = not trainer.fast_dev_run
                     return read(path)
             loaded = self._load_from_root(root, step, trainer, read)
             if loaded is not None:

@@ -297,6 +297,22 @@ class TrainerSaves:
         else:
             self.run_on_rank_0(lambda: self.coordinator.resumed_from(step))
 
+    def require_nothing_newer(self, step: int, *, settle_s: float, resume: str) -> None:
+        """Require that a checkpoint of ``step`` which is not of the root is not older than it is.
+
+        A script that was written before its first save here loads the same old checkpoint at each
+        restart. ``resume`` is the argument with which the trainer resumes from the root.
+
+        Raises:
+            ConfigError: the root has a newer step.
+        """
+        newest = self.latest_step(settle_s=settle_s)
+        if newest is not None and newest > step:
+            raise ConfigError(
+                f"this training has loaded a checkpoint of step {step}, and {self.root} has step "
+                f"{newest}: resume with {resume}; to go back to step {step}, save to another root"
+            )
+
     # ------------------------------------------------------------ ranks
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
