@@ -1,18 +1,18 @@
 """Commands for the stack: up, down, restart, status, logs, ui, env, run, join, deploy, worker."""
 
 import json
+import logging
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, get_args
 
 import typer
-from rich.console import Console
 
 from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_settings, with_hint
 from trinity_sync.cli.config import ConfigFile
@@ -66,7 +66,7 @@ def up(
     settings, start = read_settings(), time.monotonic()
     if block:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Console(stderr=True).status("starting the stack"):
+    with _tell_progress():
         state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
     seconds = time.monotonic() - start
     report = embedded.status(settings)
@@ -76,6 +76,20 @@ def up(
             embedded.keep_up(settings, state, num_cpus=cpus, worker=worker, timeout_s=timeout)
         except KeyboardInterrupt:
             embedded.down(settings)
+
+
+@contextmanager
+def _tell_progress() -> Iterator[None]:
+    """Write to stderr which services of a stack that starts are ready, and what it waits for."""
+    logger, handler = logging.getLogger("trinity_sync.stack.daemon"), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 @app.command("restart", panel="Run the stack", stack=True)
@@ -117,7 +131,7 @@ def join(
     from trinity_sync.stack import embedded
 
     settings = read_settings()
-    with Console(stderr=True).status("starting a Ray node and a flow worker"):
+    with _tell_progress():
         embedded.join(settings, invitation, num_cpus=cpus)
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
@@ -138,7 +152,7 @@ def run(
     from trinity_sync.stack import embedded
 
     settings = read_settings()
-    with Console(stderr=True).status("starting the stack"):
+    with _tell_progress():
         state = embedded.up(settings)
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs{asks}", err=True)

@@ -4,6 +4,7 @@ A daemon has a session of its own, so Ctrl-C in the terminal that started it doe
 is identified by pid and start time, so a later process with the same pid is never stopped instead.
 """
 
+import logging
 import os
 import random
 import re
@@ -20,7 +21,10 @@ import psutil
 from trinity_sync.errors import StackError
 from trinity_sync.fs.process import is_process_alive, read_process_identity
 
-POLL_S = 0.1
+logger = logging.getLogger(__name__)
+
+POLL_S, TELL_S = 0.1, 10.0
+"""Seconds between two polls of a daemon that starts, and between two messages about it."""
 ERROR_LINE = re.compile(
     r"error|exception(?! occurred)|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE
 )  # Prefect's last line is "An exception occurred."
@@ -92,9 +96,11 @@ def lower_priority(daemon: Daemon, nice: int) -> None:
     containers. There, the niceness of a process counts within its session only, so the session of
     the daemon gets the same niceness.
     """
-    with suppress(ProcessLookupError):  # it has ended, which its caller sees
-        if nice > os.getpriority(os.PRIO_PROCESS, daemon.pid):
-            os.setpriority(os.PRIO_PROCESS, daemon.pid, nice)
+    for process in _find_family(daemon):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended
+            for thread in process.threads():  # each has a niceness of its own
+                if nice > os.getpriority(os.PRIO_PROCESS, thread.id):
+                    os.setpriority(os.PRIO_PROCESS, thread.id, nice)
     group = Path(f"/proc/{daemon.pid}/autogroup")
     for _ in range(10):
         with suppress(FileNotFoundError, PermissionError):  # there are no autogroups
@@ -114,8 +120,11 @@ def await_ready(
     Raises:
         StackError: The daemon ended, or was not ready in time.
     """
-    began = time.monotonic()
+    began = told = time.monotonic()
     while not is_ready():
+        if time.monotonic() > told + TELL_S:
+            told = time.monotonic()
+            logger.info("waiting for %s since %.0f s: %s", service, told - began, daemon.log)
         lives, waited_s = daemon.lives, time.monotonic() - began - _read_cpu_wait(daemon)
         if not lives or waited_s > timeout_s:
             line = find_error_line(daemon)
@@ -131,6 +140,7 @@ def await_ready(
             )
         with suppress(psutil.NoSuchProcess):
             _wait({psutil.Process(daemon.pid)}, POLL_S)
+    logger.info("%s is ready", service)
 
 
 def _read_cpu_wait(daemon: Daemon) -> float:

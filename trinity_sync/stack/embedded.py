@@ -155,10 +155,18 @@ def up(
                 kept = before = works
                 names = " and ".join(part for part in ("server", "ray") if getattr(works, part))
                 error.hint = f"what works runs on ({names}); trinity-sync up starts the rest"
+                _yield_to_trainings(works, stack)
             _stop(read_state(settings.home) or StackState(), keep=kept)
             write_state(settings.home, before)
             raise
+        _yield_to_trainings(now, stack)
     return now
+
+
+def _yield_to_trainings(state: StackState, stack: StackSettings) -> None:
+    """Lower the priority of services that work: on a busy node a start would take minutes."""
+    for each in state.daemons:
+        daemon.lower_priority(each, stack.worker.nice)
 
 
 def keep_up(settings: Settings, state: StackState, **arguments: Any) -> None:

@@ -165,7 +165,7 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
         env["PREFECT_SERVER_API_AUTH_STRING"] = auth
     env.pop("PREFECT_PROFILE", None)  # a profile of the caller's PREFECT_HOME
     daemon.make_private_folder(Path(env["PREFECT_HOME"]))  # its database
-    server = _start("server", command, settings, stack, env)
+    server = _start("server", command, settings, env)
     return replace(state, server=server)
 
 
@@ -218,7 +218,7 @@ def _start_ray_node(
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     env = build_environment(settings, stack, state)
     env["RAY_worker_niceness"] = str(stack.worker.nice)
-    ray = _start("ray", command, settings, stack, env)
+    ray = _start("ray", command, settings, env)
     return replace(state, ray=ray)
 
 
@@ -249,7 +249,7 @@ def remove_ray_folder(state: StackState) -> None:
 def start_worker(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
     """Start the flow worker, and return the stack with it; it may not be online yet."""
     env = build_environment(settings, stack, state)
-    worker = _start("worker", ["-m", WORKER_MODULE], settings, stack, env)
+    worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
     return replace(state, worker=worker)
 
 
@@ -315,14 +315,10 @@ def accepts_connections(address: str) -> bool:
     return True
 
 
-def _start(
-    name: str, command: list[str], settings: Settings, stack: StackSettings, env: dict[str, str]
-) -> Daemon:
+def _start(name: str, command: list[str], settings: Settings, env: dict[str, str]) -> Daemon:
     home = settings.home.absolute()
     log = home / "logs" / f"{name}.log"
-    service = daemon.start([sys.executable, *command], env=env, cwd=home, log=log)
-    daemon.lower_priority(service, stack.worker.nice)
-    return service
+    return daemon.start([sys.executable, *command], env=env, cwd=home, log=log)
 
 
 def _prefect_home(settings: Settings) -> dict[str, str]:

@@ -218,13 +218,27 @@ def test_clients_of_plain_http_load_one_certificate_that_no_cleaner_of_the_home_
     assert not Path(named).is_relative_to(tmp_path)
 
 
-def test_a_daemon_and_its_session_yield_to_the_training(tmp_path: Path) -> None:
-    started = daemon.start(
-        ["sleep", "60"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log"
-    )
+WITH_CHILD = """
+import os, pathlib, subprocess, threading
+thread = threading.Thread(target=subprocess.run, args=(["sleep", "60"],))
+thread.start()
+pathlib.Path("thread").write_text(str(thread.native_id))
+"""
+
+
+def test_a_daemon_and_its_session_yield_to_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    command = [sys.executable, "-c", WITH_CHILD]
+    started = daemon.start(command, env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log")
+    leader = psutil.Process(started.pid)
     try:
+        daemon.await_ready("it", started, lambda: bool(leader.children()), 60)
+        assert caplog.messages == ["it is ready"]
         daemon.lower_priority(started, 19)
-        assert os.getpriority(os.PRIO_PROCESS, started.pid) == 19
+        threads = [int((tmp_path / "thread").read_text()), started.pid, leader.children()[0].pid]
+        assert [os.getpriority(os.PRIO_PROCESS, each) for each in threads] == [19] * 3
         group = Path(f"/proc/{started.pid}/autogroup")
         if group.exists():  # otherwise the niceness of the process counts
             assert group.read_text().split()[-1] == "19"
