@@ -26,8 +26,9 @@ from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
-from trinity_sync.pipeline.several_nodes import Quiet, has_node_records, is_committed
+from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_entry
+from trinity_sync.saves.pending_save import is_committed
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import explain_away

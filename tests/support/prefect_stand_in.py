@@ -24,7 +24,6 @@ from trinity_sync.orchestration.on_node import (
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.order import PERSIST, Driver, Part, drive
-from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.pipeline.save import (
     Share,
     export_requested_models,
@@ -32,8 +31,10 @@ from trinity_sync.pipeline.save import (
     mark_images_failed,
 )
 from trinity_sync.saves.journal import SaveState, append
+from trinity_sync.saves.pending_save import compare_late_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.save import Persisted
@@ -242,7 +243,7 @@ class Server:
             elif run.state == "crashed":
                 run.state = "pending"  # it is begun again
             elif run.state == "completed":
-                compare_late_images(spool, request)
+                compare_late_images(JobSpool(spool / request.job), request)
 
     def come_back(self) -> None:
         """The server is there again, and what trainers kept for it gets through."""

@@ -30,11 +30,10 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
-from trinity_sync.saves.pending_save import PendingSave
+from trinity_sync.saves.pending_save import PendingSave, end_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.save import mark_failed
 
 logger = logging.getLogger(__name__)
 
@@ -442,7 +441,7 @@ class CommitWatcher:
         if failure:
             logger.error("%s", failure)
             with suppress(OSError, TrinitySyncError):  # also if another process has told it
-                mark_failed(self._spool, request.save, failure, limit_s=0)
+                end_images(self._spool, request, failure, limit_s=0)
         with self._lock:
             if failure:
                 self._failures.append(failure)
@@ -471,7 +470,10 @@ class CommitWatcher:
             request, known = save.request, journal.find(save.request.key)
             ended = known is not None and known.has_ended
             if request.key in found and not ended and self._pending.get(request.key) is save:
-                self._look_at(save, append(request, "failed", found[request.key], over=known))
+                why = found[request.key]
+                self._look_at(
+                    save, append(request, "failed" if why else "completed", why, over=known)
+                )
 
     def _note_seconds(self, save: PendingSave) -> None:
         request = save.request

@@ -39,7 +39,9 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import is_on_several_nodes
+from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import has_request
+from trinity_sync.storage.save_timing import refuse_removed
 
 logger = logging.getLogger(__name__)
 
@@ -232,8 +234,9 @@ class SaveTrigger:
     ) -> dict[str, str]:
         """Return why saves that are not committed never will be, by request key; wake the saver.
 
-        It has to live for each of these, so another is started in the place of one that was killed.
-        ``begun`` are the keys of saves that the stack or a saver works on.
+        The reason is empty for a save that was committed, and removed since. The saver has to live
+        for each, so another is started in the place of one that was killed. ``begun`` are the keys
+        of saves that the stack or a saver works on, or has until it died.
         """
         found = {}
         self._find_stack()
@@ -242,23 +245,27 @@ class SaveTrigger:
                 self._reach_saver(self._saver.wake)
             except SaveError as error:
                 found = {each.key: str(error) for each in requests}
-        waiting = [each for each in requests if each.key not in begun]
         refused = {
-            each.key: self._refused[each.key] for each in waiting if each.key in self._refused
+            each.key: self._refused[each.key]
+            for each in requests
+            if each.key in self._refused and each.key not in begun
         }
-        return found | self._find_lost(waiting) | refused
+        return found | self._find_lost(requests, begun) | refused
 
     async def disconnect(self) -> None:
         """Close the connections to the server, before the event loop ends."""
         await self._api.close()
 
-    def _find_lost(self, requests: Sequence[SaveRequest]) -> dict[str, str]:
+    def _find_lost(
+        self, requests: Sequence[SaveRequest], begun: Collection[str] = ()
+    ) -> dict[str, str]:
         """Return the failures of saves of which this node's memory has nothing any more, by key.
 
-        Images that are marked as failed tell why; no journal does if the root is gone. A save
-        without components has no images, but the saver needs its request. Saves whose images or
-        manifest cannot be read are left out, and those of several nodes, whose flow run fails at
-        once for all ranks.
+        Images that are marked as failed tell why, unless what has begun the save does; no journal
+        does if the root is gone. A save without components has no images, but the saver needs its
+        request. Saves whose images or manifest cannot be read are left out, and those of several
+        nodes, whose flow run fails at once for all ranks. A save that was begun is lost once
+        nothing writes it.
         """
         jobs: dict[str, tuple[list[SealedImage], list[TicketError]]] = {}
         found = {}
@@ -270,20 +277,29 @@ class SaveTrigger:
                     jobs[request.job] = spool.tickets()
                 sealed, unreadable = jobs[request.job]
                 own = [image for image in sealed if save.owns(image.ticket)]
-                if failed := [image for image in own if image.failed]:
+                has_begun = request.key in begun
+                if (failed := [image for image in own if image.failed]) and not has_begun:
                     found[request.key] = failure_path(failed[0].slot).read_text()
                     continue
                 if own or unreadable or is_on_several_nodes(save):
                     continue
-                if not request.components and (self._after_s != 0 or has_request(spool, save)):
+                if not request.components and (
+                    has_begun or self._after_s != 0 or has_request(spool, save)
+                ):
                     continue
                 # read after the spool: a commit frees its slots once the manifest is there
                 manifest = read_manifest(save.root, save.step, ranks=())
-                if explain_away(save.root, save.job):
+                if request.is_in(manifest) or explain_away(save.root, save.job):
+                    continue
+                try:
+                    refuse_removed(save)
+                except SaveError:
+                    found[request.key] = ""
+                    continue
+                within_s = self._settings.saver_after_s
+                if has_begun and is_being_written(save.root, save.step, within_s=within_s):
                     continue
             except (OSError, TrinitySyncError):
-                continue
-            if request.is_in(manifest):
                 continue
             if not request.components:
                 found[request.key] = (
@@ -293,7 +309,8 @@ class SaveTrigger:
                 continue
             found[request.key] = (
                 f"its images in {spool.folder} were evicted for later steps before a flow run or "
-                "the saver had begun it. Save at longer intervals, or see: trinity-sync status"
+                f"the saver had {'written' if has_begun else 'begun'} it. Save at longer "
+                "intervals, or see: trinity-sync status"
             )
         return found
 

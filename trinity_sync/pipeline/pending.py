@@ -7,7 +7,6 @@ functions, which have no images, are treated in the same way.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -17,11 +16,11 @@ from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, warn_once
 from trinity_sync.snapshot.ticket import free_slot, list_components
-from trinity_sync.storage.commit import finish_interrupted, resolve_late_image
+from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save import mark_image_failed
-from trinity_sync.storage.save_functions import list_requests, remove_request, remove_statuses
+from trinity_sync.storage.save_functions import list_requests, remove_statuses
 
 GRACE_S = 2.0
 """Default of ``grace_s`` of `find_pending_saves`."""
@@ -122,21 +121,6 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
         elif manifest.committed_at < before:
             finish_interrupted(save)
             remove_statuses(job, save.run, save.step, save.kind)
-
-
-def compare_late_images(spool: Path, request: SaveRequest) -> None:
-    """Compare the remaining images of a completed save with its commit; drop its request.
-
-    No other run will commit them: equal images are released, and others are marked as failed.
-    """
-    save, job = request.save, JobSpool(spool / request.job)
-    try:
-        remove_request(job, save.run, save.step, save.kind)
-        for sealed in job.read_step(save.run, save.step)[0]:
-            if save.owns(sealed.ticket):
-                resolve_late_image(save, sealed)
-    except (OSError, TrinitySyncError) as error:
-        warn_once(f"cannot compare the images of {save} with its commit: {error}")
 
 
 def _finish_commit(

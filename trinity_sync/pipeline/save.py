@@ -15,18 +15,17 @@ from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
 from trinity_sync.pipeline.order import COMMIT, PERSIST, UPLOAD, Driver, Follows, Part, drive
-from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.pipeline.several_nodes import (
     NodeRecord,
     await_commit,
     await_node_records,
     find_node,
-    is_committed,
     remove_node_records,
     write_node_record,
 )
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import RemovalPlan, Rules
+from trinity_sync.saves.pending_save import compare_late_images, end_images, is_committed
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.save_id import SaveId
@@ -39,7 +38,7 @@ from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_mani
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
-from trinity_sync.storage.save import Persisted, discard, mark_failed
+from trinity_sync.storage.save import Persisted, discard
 from trinity_sync.storage.save_functions import await_callable_saves
 from trinity_sync.storage.save_timing import refuse_removed
 
@@ -205,20 +204,6 @@ def mark_images_failed(
     spool = get_job_spool(folder, save)
     end_images(spool, request, reason)
     return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])
-
-
-def end_images(spool: JobSpool, request: SaveRequest, reason: str) -> None:
-    """Mark the images of a save that has failed, so that later saves evict them first.
-
-    If the save is committed, and what follows has failed, they are compared with the commit.
-    """
-    committed = False
-    with suppress(OSError, TrinitySyncError):
-        committed = is_committed(request)
-    if committed:
-        compare_late_images(spool.folder.parent, request)
-    else:
-        mark_failed(spool, request.save, reason)
 
 
 def export_requested_models(request: SaveRequest) -> None:
@@ -400,7 +385,7 @@ class SaverDriver(Driver):
         prune_after_commit(self.request, self._writing, self._spool)
 
     async def _compare_late_images(self) -> None:
-        compare_late_images(self._spool, self.request)
+        compare_late_images(JobSpool(self._spool / self.request.job), self.request)
 
     def _repeat(self, part: Part, call: Callable[[], T], what: str = "") -> T:
         return part.repeat(call, f"{self.request.run_name}, {what or part.name}")

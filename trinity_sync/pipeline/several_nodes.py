@@ -30,8 +30,8 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import is_below
 from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.pending_save import is_committed
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
 from trinity_sync.storage.save_functions import CallableStatus
@@ -86,11 +86,6 @@ def remove_node_records(request: SaveRequest, number: int | None = None) -> None
     """Remove the record of a node, or of all nodes."""
     name = _path(request, "*" if number is None else number).name
     remove_files(list_uncached(request.save.folder, name))
-
-
-def is_committed(request: SaveRequest) -> bool:
-    """Return whether the run of a save has committed it."""
-    return request.is_in(read_run_head(request.root, request.run, request.step))
 
 
 def await_node_records(

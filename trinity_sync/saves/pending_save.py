@@ -1,28 +1,30 @@
 """A save that was submitted: what the root tells of it, and how it ended."""
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trinity_sync.errors import CommitError, ManifestError
+from trinity_sync.errors import CommitError, ManifestError, TrinitySyncError
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
 from trinity_sync.saves.journal import Entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, Facts, SaveStatus, decide
 from trinity_sync.snapshot.job_identity import explain_away
-from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.spool import JobSpool, SealedImage, warn_once
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import latest_pointer_covers
-from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_head, read_run_number
 from trinity_sync.storage.runs import is_superseded
-from trinity_sync.storage.save_functions import read_statuses
+from trinity_sync.storage.save import mark_failed
+from trinity_sync.storage.save_functions import read_statuses, remove_request
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,8 @@ class PendingSave:
         Raises:
             OSError, TrinitySyncError: the root or the spool cannot be read.
         """
-        status, why = decide(self._read_facts(entry, spool))
+        facts = self._read_facts(entry, spool)
+        status, why = decide(facts)
         if status == "removed":
             logger.info(
                 "%s of %s was committed, and has been removed or replaced since",
@@ -76,13 +79,15 @@ class PendingSave:
         if entry is None or status not in FAILURES:
             return None
         missed = self._describe_missed(status)
-        why = why or f"it completed without that step being {missed}"
+        why = facts.marked or why or f"it completed without that step being {missed}"
         where = f" (trinity-sync runs {self.request.root}, {entry.url})" if entry.url else ""
         return f"{self.describe(missed)}: {why}{where}"
 
     def _read_facts(self, entry: Entry | None, spool: JobSpool) -> Facts:
         facts = self._read_commit(entry)
-        if entry is None or entry.state != "completed" or decide(facts)[0] == "done":
+        if entry is None or not entry.has_ended or decide(facts)[0] == "done":
+            return facts
+        if entry.state == "failed" and not self.request.is_in(self.manifest):
             return facts
         if explain_away(self.request.root, self.request.job):
             return self._read_commit(None)
@@ -186,3 +191,39 @@ def _why_failed(images: Sequence[SealedImage]) -> str:
         except OSError:
             reasons.append(f"{sealed.ticket.what} was evicted")
     return "; ".join(reasons)
+
+
+def compare_late_images(spool: JobSpool, request: SaveRequest) -> None:
+    """Compare the remaining images of a completed save with its commit; drop its request.
+
+    No other run will commit them: equal images are released, and others are marked as failed.
+    """
+    save = request.save
+    try:
+        remove_request(spool, save.run, save.step, save.kind)
+        for sealed in spool.read_step(save.run, save.step)[0]:
+            if save.owns(sealed.ticket):
+                resolve_late_image(save, sealed)
+    except (OSError, TrinitySyncError) as error:
+        warn_once(f"cannot compare the images of {save} with its commit: {error}")
+
+
+def end_images(
+    spool: JobSpool, request: SaveRequest, reason: str, *, limit_s: float = math.inf
+) -> None:
+    """Mark the images of a save that has failed, as `mark_failed`; it drops its request.
+
+    If the save is committed, and what follows has failed, they are compared with the commit.
+    """
+    committed = False
+    with suppress(OSError, TrinitySyncError):
+        committed = is_committed(request)
+    if committed:
+        compare_late_images(spool, request)
+    else:
+        mark_failed(spool, request.save, reason, limit_s=limit_s)
+
+
+def is_committed(request: SaveRequest) -> bool:
+    """Return whether the run of a save has committed it."""
+    return request.is_in(read_run_head(request.root, request.run, request.step))

@@ -45,12 +45,13 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save import mark_failed
+from trinity_sync.storage.save import mark_failed, mark_image_failed
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 
 CARE_S = 0.4
@@ -171,9 +172,11 @@ def test_no_server_is_asked_how_saves_ended(job: Job) -> None:
     asked: list[tuple[str, str]] = []
     requests = requests_in(job.root, range(20))
     for request in requests:
+        job.stage(request.step, {"model": {"w": torch.zeros(3)}}, rank=request.step)
         append(request, "pending")
     with server({}, asked=asked) as url:
-        watcher = CommitWatcher(SaveTrigger(Settings(), url), job.spool)
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+        watcher = CommitWatcher(trigger, job.spool)
         for request in requests:
             watcher.follow(request)
         with pytest.raises(SaveTimeoutError):
@@ -371,7 +374,61 @@ def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(j
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent, saver="stack"))
     found = trigger.find_failures([committed, of_functions, evicted], ())
     assert found.keys() == {evicted.key}
-    assert trigger.find_failures([evicted], {evicted.key}) == {}  # its flow run tells
+
+
+@pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
+@pytest.mark.parametrize("what", ["its images are evicted", "it is committed and removed"])
+def test_a_wait_ends_whose_save_was_begun_by_a_worker_that_is_dead(job: Job, what: str) -> None:
+    for step in (1, 2):
+        job.stage(step, {"model": {"w": torch.zeros(3)}})
+    request = job.request(1, components=("model",))
+    append(request, "pending", start=1)
+    settings = Settings(spool=job.spool.folder.parent, saver="stack", saver_after_s=1.0)
+    watcher = CommitWatcher(SaveTrigger(settings), job.spool)
+    if what.startswith("its"):
+        job.persist(1)
+        job.stage(3, {"model": {"w": torch.zeros(3)}})
+        ended = ["evicted for later steps before a flow run or the saver had written it"]
+    else:
+        for step in (1, 2):
+            job.commit(step)
+        prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), 0))
+        ended = []
+    watcher.follow(request)
+    failures = watcher.wait(time.monotonic() + 60)
+    assert [text in each for text, each in zip(ended, failures, strict=True)] == [True] * len(ended)
+    watcher.close()
+
+
+def test_a_save_that_was_begun_is_not_lost_as_long_as_it_is_written(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    (written,) = job.persist(1)
+    request = job.request(1, components=("model",))
+    trigger = SaveTrigger(Settings(spool=job.spool.folder.parent, saver="stack"))
+    for image in job.spool.tickets()[0]:
+        mark_image_failed(image, "a try has failed")
+    assert trigger.find_failures([request], {request.key}) == {}  # what has begun it tells
+    shutil.rmtree(job.spool.folder)
+    assert trigger.find_failures([request], {request.key}) == {}
+    os.utime(written.temporary, (1, 1))
+    assert trigger.find_failures([request], {request.key}).keys() == {request.key}
+
+
+def test_images_of_a_committed_save_are_compared_with_it_as_its_export_fails(job: Job) -> None:
+    job.stage(4, {"model": {"w": torch.ones(3)}})
+    job.commit(4)
+    for value, rank in ((1.0, 0), (2.0, 1)):  # by processes that were started meanwhile
+        job.stagers.clear()
+        job.stage(4, {"model": {"w": torch.full((3,), value)}}, rank=rank)
+    request = job.request(4, components=("model",))
+    append(request, "failed", "no config", start=1)
+    watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
+    watcher.follow(request, exports="actor")
+    (failure,) = watcher.wait(time.monotonic() + 30)
+    watcher.close()
+    assert "was not exported, but is committed: no config" in failure
+    ((other,), _) = job.spool.tickets()
+    assert "was committed in" in failure_path(other.slot).read_text()
 
 
 @contextmanager

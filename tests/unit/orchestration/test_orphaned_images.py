@@ -15,8 +15,8 @@ from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
-from trinity_sync.pipeline.pending import compare_late_images
 from trinity_sync.pipeline.save import Share
+from trinity_sync.saves.pending_save import compare_late_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
@@ -97,7 +97,7 @@ def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(5, {"model": {"w": torch.zeros(10)}})
     assert find_orphaned_steps(job) == [5]
-    compare_late_images(job.spool.folder.parent, job.request(5))  # its flow run has completed
+    compare_late_images(job.spool, job.request(5))  # its flow run has completed
     ((late,), _) = job.spool.tickets()
     assert late.failed
     mark(job, 5).unlink()

@@ -23,7 +23,8 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     try_tell_failure,
 )
 from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.pipeline.pending import compare_late_images, find_pending_saves
+from trinity_sync.pipeline.pending import find_pending_saves
+from trinity_sync.saves.pending_save import compare_late_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock, warn_once
@@ -159,7 +160,7 @@ class NodeRecovery:
             elif run.state.type == "CRASHED":
                 await self._retry_crashed(api, request, run.id)
             elif run.state.type == "COMPLETED":
-                await run_in_thread(compare_late_images, self._spool, request)
+                await run_in_thread(compare_late_images, job, request)
 
     async def _retry_crashed(self, api: PrefectApi, request: SaveRequest, run_id: UUID) -> None:
         """Retry a crashed run, unless the worker of another node is about to."""
