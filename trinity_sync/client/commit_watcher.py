@@ -81,6 +81,7 @@ class CommitWatcher:
         # no reference: the thread lives on, and a coordinator that is gone has no living run
         self._own_run = weakref.ref(run) if run and self._leads else None
         self._watch_at = 0.0
+        self._away = ""
         self._hidden = False
         """Whether it was logged that the stack does not see this node's spool."""
         self._journal: Journal | None = None
@@ -232,9 +233,7 @@ class CommitWatcher:
         try:
             while saves := pending():
                 now = time.monotonic()
-                away = ""
-                with suppress(OSError):
-                    away = f"{self._spool.away.read_text()} "
+                away = self._read_away()
                 here_at = here_at if away else now
                 end = min(deadline, self._end_at, here_at + PATIENCE_S)
                 if now >= end:
@@ -387,10 +386,21 @@ class CommitWatcher:
             journal = self._read_journal(due[0].request)
             for save in due:
                 self._look_at(save, journal.find(save.request.key))
+            self._read_away()
         with self._lock:
             if self._sweeps:
                 self._sweeps = False
                 self._sweep_at = len(self._pending) + MANY
+
+    def _read_away(self) -> str:
+        """Return why the saver does not see the root, empty if it does; log it once."""
+        why = ""
+        with suppress(OSError):
+            why = f"{self._spool.away.read_text()} "
+        if why not in ("", self._away):
+            logger.warning("Saves in %s wait: %s", self._spool.folder, why)
+        self._away = why
+        return why
 
     def _read_journal(self, request: SaveRequest) -> Journal:
         """Read the journal of the run that a save belongs to."""

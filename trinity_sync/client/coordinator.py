@@ -41,7 +41,7 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.job_identity import open_identity, require_root
 from trinity_sync.snapshot.save_id import Export, Origin
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
 from trinity_sync.snapshot.stager import Staged, Stager
@@ -753,6 +753,7 @@ class CheckpointCoordinator:
         others = self.roles[1:] if roles is None else roles
 
         def ask() -> None:
+            require_root(self.root, self.spool.folder.name)
             ask_roles(self.root, self._run.get().key, step, others, timeout_s)
 
         with self._states.defer_errors(step, "checkpoint", "cut"):

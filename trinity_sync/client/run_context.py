@@ -25,7 +25,7 @@ from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.locks import open_lock_file
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, step_folder, steps_on_disk
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity, require_root
 from trinity_sync.storage.discovery import find_newest, is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import is_committed, read_run_number
@@ -58,6 +58,7 @@ class RunContext:
         self, root: Path, key: str, *, leads: bool = True, takes_over: bool = False
     ) -> None:
         self._root = root
+        self._job = job_id(root)
         self._key = key
         self._leads = leads
         self._takes_over = takes_over
@@ -228,15 +229,15 @@ class RunContext:
             ) from error
 
     def find_run_of_metrics(self, step: int) -> int | None:
-        """Return the number of the run whose step metrics are of; None before this run has begun.
+        """Return the number of the run whose step metrics are of.
 
-        It is this run if it makes the step, otherwise as `find_run_of_step` says.
+        None before this run has begun, and while the job is not at its root. It is this run if it makes the step, otherwise as `find_run_of_step` says.
 
         Raises:
             CommitError, FormatError: as `list_runs`.
         """
         run = self._run or find_newest_run(self._root)
-        if run is None or run.key != self._key:
+        if run is None or run.key != self._key or explain_away(self._root, self._job):
             return None
         if step > run.resumed_from or not run.resumed_from:
             return run.number
@@ -282,10 +283,14 @@ class RunContext:
         """Join the run or begin it at a step, and show that it lives, from before it begins on.
 
         Return also whether this call has begun it.
+
+        Raises:
+            RootAwayError: the job is not at its root, where nothing is created.
         """
 
         def hold(number: int) -> None:
             self._lock.close()
+            require_root(self._root, self._job)
             if self._leads:
                 self._lock.enter_context(hold_run(self._root, number))
 

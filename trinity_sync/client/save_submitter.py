@@ -116,7 +116,7 @@ class SaveSubmitter:
         """
         if self._rank == 0 and role not in self._placed:
             run = self._run.get()
-            require_root(self._root)
+            require_root(self._root, self._spool.folder.name)
             write_placement(self._root, run.number, run.key, role, self._places)
             self._placed.add(role)
         if self._is_first:

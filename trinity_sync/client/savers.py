@@ -31,6 +31,7 @@ from trinity_sync.fs.atomic import walk_files
 from trinity_sync.fs.process import call_held_handlers, hold_handlers, read_process_identity
 from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, is_shard_file
 from trinity_sync.snapshot.image import LaidOut
+from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.packed import Packed, pack, read_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
@@ -421,6 +422,7 @@ class CallableSaver:
 
     def __init__(self, root: Path, spool: JobSpool) -> None:
         self._root = root
+        self._identity = read_identity(root)
         self._spool = spool
         self._threads: dict[str, threading.Thread] = {}
         self._failures: list[str] = []
@@ -480,7 +482,8 @@ class CallableSaver:
         return failures
 
     def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> Exception | None:
-        save = SaveId(str(self._root), status.run, "", status.step, status.kind, ())
+        of_step = status.run, "", status.step, status.kind, ()
+        save = SaveId(str(self._root), *of_step, identity=self._identity)
         try:
             with exclude_writes(save, shared=True):
                 displace_step(save)

@@ -28,6 +28,8 @@ NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
 """Error numbers of file systems without hard links, and of a link between two file systems."""
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 """Error numbers of a folder that this user may read and not write."""
+WRONG_KIND = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
+"""Error numbers of a link, a file, a folder or a pipe in the place of something else."""
 REMOVED_PREFIX = ".nfs"
 """Prefix of the names that NFS gives to removed files which a process on this node has open."""
 TRUSTED = "TRINITY_SYNC_TRUSTED_PATHS"
@@ -113,7 +115,7 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o666) -> int:
         raise UnsupportedOperation(error.errno, _IRREGULAR, os.fspath(path)) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UnsupportedOperation(errno.EINVAL, _IRREGULAR, os.fspath(path))
+        raise UnsupportedOperation(errno.ENXIO, _IRREGULAR, os.fspath(path))
     return fd
 
 

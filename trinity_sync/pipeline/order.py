@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from trinity_sync.errors import RemoteError, RootAwayError
+from trinity_sync.fs.atomic import WRONG_KIND
 from trinity_sync.saves.save_request import SaveRequest
 
 logger = logging.getLogger(__name__)
@@ -22,9 +23,11 @@ T = TypeVar("T")
 def is_io_error(error: BaseException) -> bool:
     """Return whether an error is an I/O error, or was caused by one.
 
-    An I/O error may be transient. A missing, corrupted or superseded image stays so.
+    An I/O error may be transient. A missing, corrupted or superseded image stays so, and so does a
+    link in the place of a file.
     """
-    return isinstance(error.__cause__ or error, OSError)
+    cause = error.__cause__ or error
+    return isinstance(cause, OSError) and cause.errno not in WRONG_KIND
 
 
 @dataclass(frozen=True)

@@ -81,14 +81,14 @@ def explain_away(root: str | Path | None, job: str) -> str:
     )
 
 
-def require_root(root: str | Path) -> None:
-    """Require that a root is there, before a file in it is created with its folders.
+def require_root(root: str | Path, job: str) -> None:
+    """Require that a job is at its root, before a file in it is created with its folders.
 
     Raises:
-        RootAwayError: it has no private folder.
+        RootAwayError: it is not.
     """
-    if not Path(root, PRIVATE_FOLDER).exists():
-        raise RootAwayError(explain_away(root, "of this run"))
+    if why := explain_away(root, job):
+        raise RootAwayError(why)
 
 
 def open_identity(root: Path, *, adopted: str = "") -> str:

@@ -250,7 +250,7 @@ def exclude_writes(save: SaveId, *, shared: bool = False) -> Iterator[None]:
     end = len(SERVES_AS[save.kind])  # of a step's two bytes, the first is that of syncs
     how, start = (fcntl.F_RDLCK, end - 1) if shared else (fcntl.F_WRLCK, 0)
     path = Path(save.root) / PRIVATE_FOLDER / "functions.lock"
-    require_root(save.root)
+    require_root(save.root, save.job)
     with ExitStack() as held:
         try:
             lock = held.enter_context(open_lock_file(path))

@@ -26,11 +26,12 @@ from typing import Protocol
 
 from trinity_sync.errors import CommitError, RootAwayError, RootInUseError, SupersededError
 from trinity_sync.fs.atomic import (
+    WRONG_KIND,
     list_uncached,
     make_folder,
+    pin_folder,
     read_file,
     replace_file,
-    revalidate_folder,
 )
 from trinity_sync.fs.locks import (
     acquire_file_lock,
@@ -92,7 +93,6 @@ def join_run(
     to begin it.
     """
     folder = _folder(root)
-    make_folder(folder)
     while True:
         newest = find_newest_run(root)
         if newest and newest.key == key:
@@ -100,6 +100,7 @@ def join_run(
         last = max(newest.number if newest else 0, resumed_run, find_last())
         run = Run(last + 1, key, resumed_from, resumed_run)
         before_begin(run.number)
+        make_folder(folder)
         if create_file(folder / f"{run.number}.json", encode_record(run)):
             return run, True
 
@@ -236,7 +237,8 @@ def refuse_other_job(save: SaveId, spool: JobSpool | None = None) -> None:
     Raises:
         SupersededError: an earlier state of the job is there now.
         RootAwayError: as `explain_away`.
-        CommitError, FormatError: as `read_identity`; or the file of the run is so.
+        CommitError, FormatError: as `read_identity`; or the file of the run is so, or the folder of
+            the runs is a link.
     """
     if why := explain_away(save.root, save.job):
         with suppress(OSError):
@@ -244,8 +246,15 @@ def refuse_other_job(save: SaveId, spool: JobSpool | None = None) -> None:
         raise RootAwayError(f"{save} waits in shared memory: {why}")
     path = _folder(save.root) / f"{save.run}.json"
     if save.run_key:
-        revalidate_folder(path.parent)
-        if not path.exists() or _read(path).key != save.run_key:
+        key = ""
+        try:
+            with suppress(FileNotFoundError), pin_folder(path.parent):  # which is read uncached
+                key = _read(path).key
+        except OSError as error:
+            if error.errno not in WRONG_KIND:
+                raise
+            raise CommitError(f"{save} cannot be committed: {error}") from error
+        if key != save.run_key:
             raise _explain_unknown(save.root, save.run, save.step)
     if spool and (seen := spool.read_commit(save.run_key)) is not None:
         is_there = (replace(save, step=seen).folder / MANIFEST).exists()

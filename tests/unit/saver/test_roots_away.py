@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,14 @@ import torch
 from tests.support.job import Job
 from tests.support.savers import await_reaching, await_that, savers_of
 from tests.unit.saver.conftest import Make
-from trinity_sync import Settings
-from trinity_sync.errors import RootAwayError, SaveTimeoutError
+from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.errors import RootAwayError, SaveFailedError, SaveTimeoutError
+from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE
+from trinity_sync.pipeline.order import COMMIT
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.commit import commit
+from trinity_sync.storage.metrics import read_metrics
 
 CONTAINER = """
 import sys, torch
@@ -59,8 +64,7 @@ def take_away(root: Path, how: str) -> Path:
         root.mkdir()
     if how == "has another job":
         (root / IDENTITY_FILE).parent.mkdir()
-        other = (away / IDENTITY_FILE).read_text().replace('"identity": "', '"identity": "0')
-        (root / IDENTITY_FILE).write_text(other)
+        (root / IDENTITY_FILE).write_text(encode_record(JobIdentity("0" * 32, str(root))))
     elif how == "cannot be read":
         (root / ".trinity_sync").symlink_to(".trinity_sync")
     return away
@@ -109,6 +113,74 @@ def test_neither_a_save_nor_a_commit_nor_a_function_creates_a_root_that_is_away(
             call()
     private.rename(job.root / PRIVATE_FOLDER)
     commit(job.save(2, run=2), written)
+
+
+@pytest.mark.parametrize("how", ["is empty", "has another job"])
+def test_a_first_call_begins_no_run_where_the_root_of_the_start_is_not(
+    coordinator: Make, job: Job, how: str
+) -> None:
+    calls: dict[str, Callable[[CheckpointCoordinator], object]] = {
+        "save": lambda saves: saves.save(3, {"model": {"w": torch.ones(3)}}),
+        "upload": lambda saves: saves.upload(3, dict),
+        "function": lambda saves: saves.save_sync(lambda: None, 3),
+        "cut": lambda saves: saves.cut(3, ["critic"], timeout_s=0.1),
+        "resume": lambda saves: saves._run.begin_at(1),
+    }
+    job.stage(1, {"model": {"w": torch.ones(3)}})
+    job.commit(1)
+    made = {name: coordinator() for name in calls}
+    begun = coordinator()
+    number = begun.begin()
+    away = take_away(job.root, how)
+    before = sorted(job.root.rglob("*"))
+    for name, call in calls.items():
+        with pytest.raises(RootAwayError, match=f"{job.root} is not mounted here.* Mount it"):
+            call(made[name])
+    begun.record_metrics(3, {"reward": 1.0})
+    with pytest.raises(RootAwayError):
+        begun.cut(3, ["critic"], timeout_s=0.1)
+    assert begun._metrics._writer
+    begun._metrics._writer.submit(int).result(10)
+    assert sorted(job.root.rglob("*")) == before
+    shutil.rmtree(job.root)
+    away.rename(job.root)
+    begun.close(0)
+    assert read_metrics(job.root, number, 3) == {"reward": 1.0}
+
+
+@pytest.mark.parametrize("name", ["runs", "commit.lock", "functions.lock", "removal.lock"])
+def test_a_link_in_the_place_of_a_folder_or_lock_fails_a_save_at_once_and_is_named(
+    coordinator: Make, job: Job, tmp_path: Path, name: str
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    path = job.root / PRIVATE_FOLDER / name
+    if path.exists():
+        path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    began = time.monotonic()
+    saves.save(2, {"model": {"w": torch.ones(3)}}, keep=1)
+    if name == "removal.lock":  # which follows the commit
+        saves.wait_all(60)
+        return
+    with pytest.raises(SaveFailedError, match=f"is a link that another user.*{path}'"):
+        saves.wait_all(60)
+    assert time.monotonic() - began < sum(COMMIT.repeats_after)
+
+
+def test_an_identity_that_is_torn_is_named_at_once(
+    coordinator: Make, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(60)
+    content = (job.root / IDENTITY_FILE).read_text()
+    (job.root / IDENTITY_FILE).write_text("torn")
+    saves.save(2, {"model": {"w": torch.ones(3)}})
+    await_that(lambda: f"{IDENTITY_FILE}, which identifies" in caplog.text, "it is not named")
+    (job.root / IDENTITY_FILE).write_text(content)
+    saves.wait_all(60)
 
 
 def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_waits(
