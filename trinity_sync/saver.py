@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from trinity_sync.client.saver_control import lock_path, name_saver, read_served, wake_path
 from trinity_sync.errors import ConfigError, LockTimeoutError, RootAwayError, TrinitySyncError
-from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.atomic import list_paths, replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
@@ -268,7 +268,7 @@ def _list_unfinished(job: JobSpool, known: Collection[str]) -> list[SaveRequest]
     are tried again: the images of one that has failed are marked before its journal says so.
     """
     found = []
-    for path in job.folder.glob(f"*{BEGUN}"):
+    for path in list_paths(job.folder, f"*{BEGUN}"):
         try:
             request = SaveRequest.model_validate_json(path.read_bytes())
             if request.key in known:

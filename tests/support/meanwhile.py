@@ -11,9 +11,12 @@ from pathlib import Path
 from benchmarks.path_calls import follow_fd
 
 _waiting: dict[tuple[str, str], Callable[[], object]] = {}
+_closed = set[str]()
 
 
 def _look(event: str, arguments: tuple[object, ...]) -> None:
+    if event in ("os.scandir", "os.listdir") and _closed and str(arguments[0]) in _closed:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(arguments[0]))
     about = (event, follow_fd(str(arguments[0]))) if _waiting and arguments else None
     if about and (body := _waiting.pop(about, None)):
         body()
@@ -36,6 +39,16 @@ def when_renamed(path: Path, body: Callable[[], object]) -> Iterator[None]:
     _waiting["os.rename", str(path)] = body
     yield
     assert not _waiting.pop(("os.rename", str(path)), None), f"{path} was not renamed"
+
+
+@contextmanager
+def not_listed(folder: Path) -> Iterator[None]:
+    """Have this process list a folder no more in the block, as one that it may not read."""
+    _closed.add(str(folder))
+    try:
+        yield
+    finally:
+        _closed.discard(str(folder))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from trinity_sync.errors import (
     RemoteError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import UNWRITABLE
+from trinity_sync.fs.atomic import UNWRITABLE, list_paths
 from trinity_sync.layout import PRIVATE_FOLDER, check_root, refuse_url, step_of_folder
 from trinity_sync.stack import list_missing_packages
 
@@ -267,7 +267,7 @@ def set_options(
 
 def is_root(folder: Path) -> bool:
     """Return whether a folder has steps or records of a job."""
-    return (folder / PRIVATE_FOLDER).is_dir() or any(folder.glob("global_step_*"))
+    return (folder / PRIVATE_FOLDER).is_dir() or bool(list_paths(folder, "global_step_*"))
 
 
 def _refuse_inside(folder: Path) -> None:

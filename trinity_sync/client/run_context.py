@@ -231,7 +231,8 @@ class RunContext:
     def find_run_of_metrics(self, step: int) -> int | None:
         """Return the number of the run whose step metrics are of.
 
-        None before this run has begun, and while the job is not at its root. It is this run if it makes the step, otherwise as `find_run_of_step` says.
+        None before this run has begun, and while the job is not at its root. It is this run if it
+        makes the step, otherwise as `find_run_of_step` says.
 
         Raises:
             CommitError, FormatError: as `list_runs`.

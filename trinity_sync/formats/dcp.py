@@ -388,6 +388,6 @@ def _remove_uncommitted(save: SaveId, written: Sequence[Written]) -> None:
     discard(written)
     for file in written:
         (save.folder / file.record.path).unlink(missing_ok=True)
-    for folder in (*sorted(save.folder.rglob("*"), reverse=True), save.folder):
-        with suppress(OSError):  # not empty, or not a folder
-            folder.rmdir()
+    for folder, _, _ in os.walk(save.folder, topdown=False):
+        with suppress(OSError):  # not empty
+            Path(folder).rmdir()

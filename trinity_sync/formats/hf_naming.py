@@ -19,7 +19,7 @@ import torch
 
 from trinity_sync.errors import ConfigError, ExportError, from_extra
 from trinity_sync.formats.shard_reader import Meta
-from trinity_sync.fs.atomic import TRUSTED, is_trusted, open_no_follow
+from trinity_sync.fs.atomic import TRUSTED, is_trusted, open_no_follow, walk_files
 
 Tensors = dict[str, torch.Tensor]
 
@@ -222,7 +222,7 @@ def _copy_code(folder: Path, to: Path) -> None:
     Raises:
         ConfigError: a file is not trusted.
     """
-    for path in [folder / "config.json", *folder.rglob("*.py")]:
+    for path in [folder / "config.json", *walk_files(folder, "*.py")]:
         copy = to / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         with open_no_follow(path) as file:

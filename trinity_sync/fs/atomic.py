@@ -209,7 +209,7 @@ def remove_tree(folder: Path) -> bool:
         folder.unlink(missing_ok=True)
         return True
     shutil.rmtree(folder, ignore_errors=True)
-    left = [path for path in folder.rglob("*") if not path.is_dir()]
+    left = [*walk_files(folder)]
     if left and all(path.name.startswith(REMOVED_PREFIX) for path in left):
         return False
     if folder.exists():
@@ -326,9 +326,15 @@ def list_uncached(folder: Path, pattern: str) -> list[Path]:
 def list_paths(folder: Path, pattern: str) -> list[Path]:
     """Return the sorted paths in a folder whose names match; empty if the folder does not exist.
 
+    ``a*/*.pt`` are those in all folders in it that match ``a*``.
+
     Raises:
         OSError: it cannot be opened, which `Path.glob` takes for empty; or is a link to none.
     """
+    first, _, rest = pattern.partition("/")
+    if rest:
+        folders = filter(Path.is_dir, list_paths(folder, first))
+        return [path for each in folders for path in list_paths(each, rest)]
     try:
         return sorted(path for path in folder.iterdir() if fnmatch.fnmatch(path.name, pattern))
     except FileNotFoundError:
@@ -337,8 +343,10 @@ def list_paths(folder: Path, pattern: str) -> list[Path]:
         return []
 
 
-def walk_files(folder: Path) -> Iterator[Path]:
-    """Yield the files and links below a folder, if it exists; links are not followed.
+def walk_files(folder: Path, pattern: str = "*") -> Iterator[Path]:
+    """Yield the files and links below a folder whose names match; links are not followed.
+
+    None if it does not exist.
 
     Raises:
         OSError: a folder cannot be opened, which `Path.rglob` takes for empty.
@@ -349,7 +357,7 @@ def walk_files(folder: Path) -> Iterator[Path]:
             raise error
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        for path in (Path(parent, name) for name in (*folders, *names)):
+        for path in (Path(parent, name) for name in fnmatch.filter((*folders, *names), pattern)):
             if path.is_symlink() or path.is_file():
                 yield path
 

@@ -43,7 +43,7 @@ from trinity_sync.storage.quarantine import (
     fetching_folder,
     replacing_folder,
 )
-from trinity_sync.storage.replace import swap_folders
+from trinity_sync.storage.replace import swap_folders, sync_folders
 from trinity_sync.storage.runs import FETCHED, Run, add_run
 
 
@@ -100,9 +100,7 @@ def fetch(
                 remove_file(path)  # of an interrupted download
                 link_or_copy(folder / first.path, path)
                 on_progress(record.nbytes, manifest.nbytes)
-        for path in [*folder.rglob("*"), folder]:
-            if path.is_dir():
-                sync_folder(path)
+        sync_folders(folder, [record.path for record in manifest.files])
         _commit(base, manifest, folder, replace)
     return manifest, True
 

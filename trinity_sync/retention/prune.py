@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import SpoolError
-from trinity_sync.fs.atomic import make_folder, move, sync_folder
+from trinity_sync.fs.atomic import list_paths, make_folder, move, sync_folder
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
 from trinity_sync.retention.policies import Policy, StepInfo
@@ -211,7 +211,7 @@ def list_prunable_quarantine(root: str | Path, policy: Policy, now: float) -> li
     For the policy, such as ``newer=30d`` or ``last=2``, a folder counts as a step of its time;
     ``now`` is in seconds since the epoch.
     """
-    folders = sorted(quarantine_folder(root).glob("*"), key=lambda folder: folder.name)
+    folders = list_paths(quarantine_folder(root), "*")
     ages = [
         StepInfo(number, 0, KINDS, at, 0)
         for number, folder in enumerate(folders)

@@ -29,6 +29,7 @@ from typing import Literal
 import msgspec
 
 from trinity_sync.fs.atomic import (
+    list_paths,
     list_uncached,
     make_folder,
     open_no_follow,
@@ -153,7 +154,7 @@ def _own_name(_: int) -> str:
 
 def _remove_old(folder: Path, run: int) -> None:
     """Remove files of earlier runs that nothing was added to for long."""
-    for path in folder.glob("run*.jsonl"):
+    for path in list_paths(folder, "run*.jsonl"):
         number = parse_number(path.name.removeprefix("run").partition("-")[0])
         with suppress(OSError):  # such as another user's file
             if number is not None and number < run and path.lstat().st_mtime < time.time() - KEEP_S:

@@ -25,6 +25,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, RootAwayError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import (
     UNWRITABLE,
+    list_paths,
     make_folder,
     make_temporary_path,
     read_uncached,
@@ -119,7 +120,7 @@ def list_registered_roots(home: Path) -> list[Path]:
     It does not look at the roots, whose file systems may hang.
     """
     roots = []
-    for entry in sorted((home / "roots").glob("*.json")):
+    for entry in list_paths(home / "roots", "*.json"):
         try:
             roots.append(Path(json.loads(entry.read_text())["root"]))
         except (FileNotFoundError, ValueError, TypeError, KeyError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
+from trinity_sync.fs.atomic import list_paths
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import ROOT_FORMAT, steps_on_disk
@@ -154,7 +155,7 @@ def _compute_local_fraction(root: Path, settings: Settings) -> float:
 def _check_shared_memory(spool: JobSpool, settings: Settings, step_bytes: int) -> Check:
     """Check that the slots of this node's ranks fit into shared memory."""
     needed = settings.slots * step_bytes
-    used = sum(path.stat().st_blocks * 512 for path in spool.folder.glob("*.slot"))
+    used = sum(path.stat().st_blocks * 512 for path in list_paths(spool.folder, "*.slot"))
     room = find_room(settings.spool)
     available = room.nbytes + used
     found = (

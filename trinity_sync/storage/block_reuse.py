@@ -17,7 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.fs.atomic import make_folder, move, pin_folder, remove_tree, sync_folder
+from trinity_sync.fs.atomic import (
+    list_paths,
+    make_folder,
+    move,
+    pin_folder,
+    remove_tree,
+    sync_folder,
+)
 from trinity_sync.fs.locks import has_no_other_users
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import PRIVATE_FOLDER
@@ -65,7 +72,7 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
     """
     if nbytes < WORTHWHILE:
         return False
-    sizes = list_spares(root)
+    sizes = list_spares(root) if os.access(_folder(root), os.R_OK) else {}
     for path in sorted(sizes, key=lambda path: (sizes[path] < nbytes, abs(sizes[path] - nbytes))):
         try:
             move(path, temporary)
@@ -95,7 +102,7 @@ def remove_spares(root: str | Path) -> None:
 def list_spares(root: str | Path) -> dict[Path, int]:
     """Return the spare files with their sizes in bytes."""
     sizes = {}
-    for path in _folder(root).glob("*"):
+    for path in list_paths(_folder(root), "*"):
         with suppress(FileNotFoundError):  # acquired meanwhile
             found = path.lstat()
             if stat.S_ISREG(found.st_mode):

@@ -23,6 +23,7 @@ from trinity_sync.fs.atomic import (
     remove_tree,
     revalidate_folder,
     sync_folder,
+    walk_files,
 )
 from trinity_sync.fs.locks import (
     TRASH_LOCK,
@@ -97,7 +98,8 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
     needed = []
     with acquire_commit_lock(root) as lock:  # a replacement holds it, so none is in flight
         revalidate_folder(root)  # another node may have died
-        for moved in [*replacing.glob("*.replaced"), *fetching.glob("*.replaced")]:
+        displaced = [*list_paths(replacing, "*.replaced"), *list_paths(fetching, "*.replaced")]
+        for moved in displaced:
             current = root / moved.name.removesuffix(".replaced")
             if not current.exists():  # died between two renames, without an atomic exchange
                 lock.require_held()
@@ -120,7 +122,7 @@ def remove_replaced(root: Path) -> Iterator[Finding]:
                 continue  # it is being read, as reported below
             why = f"quarantined in {kept.parent}" if kept else "removed"
             yield Finding(str(root), name, "repaired", f"left by a step that was replaced; {why}")
-        rest = {*replacing.glob("*"), *fetching.glob("*.replaced")}.difference(needed)
+        rest = {*list_paths(replacing, "*"), *list_paths(fetching, "*.replaced")}.difference(needed)
         yield from _remove_paths(root, rest, "left by a step that was replaced")
 
 
@@ -132,7 +134,7 @@ def empty_trash(root: Path) -> Iterator[Finding]:
     with try_acquire_file_lock(trash.parent / TRASH_LOCK) as acquired:
         if not acquired:
             return  # another process removes them
-        yield from _remove_paths(root, trash.iterdir(), "left by an interrupted removal")
+        yield from _remove_paths(root, list_paths(trash, "*"), "left by an interrupted removal")
 
 
 def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
@@ -164,9 +166,10 @@ def remove_temporaries(
     files that changed after ``before``, in seconds since the epoch. ``busy`` are the steps of
     pending flow runs; None if they are unknown, which keeps the files of all steps.
     """
-    folders = {step: step_folder(root, step) for step in steps_on_disk(root)}
-    pattern = f".*{TEMPORARY_SUFFIX}"
-    found = [(step, path) for step, folder in folders.items() for path in folder.rglob(pattern)]
+    pattern, steps = f".*{TEMPORARY_SUFFIX}", steps_on_disk(root)
+    found = [
+        (step, path) for step in steps for path in walk_files(step_folder(root, step), pattern)
+    ]
     for step, path in [(step, path) for step, path in found if _is_temporary(path)]:
         image = parse_image_name(path.name)
         with suppress(FileNotFoundError):
@@ -180,8 +183,8 @@ def remove_temporaries(
                 remove_tree(path)
                 yield Finding(str(root), name, "repaired", "written by a save that died; removed")
     private = root / PRIVATE_FOLDER
-    for folder in (root, private, *(path for path in private.glob("*") if path.is_dir())):
-        for path in filter(_is_temporary, folder.glob(f".*{TEMPORARY_SUFFIX}")):
+    for folder in (root, private, *filter(Path.is_dir, list_paths(private, "*"))):
+        for path in filter(_is_temporary, list_paths(folder, f".*{TEMPORARY_SUFFIX}")):
             with suppress(FileNotFoundError):  # it has been renamed
                 if path.lstat().st_mtime < before:
                     remove_tree(path)
@@ -199,7 +202,7 @@ def remove_attached(
     None if they are unknown, which keeps all. So are those that changed after ``before``, in
     seconds since the epoch, or after the newest commit.
     """
-    found = sorted(attaching_folder(root).glob("*/global_step_*"))
+    found = list_paths(attaching_folder(root), "*/global_step_*")
     newest = find_newest(root) if found else None
     if waiting is None or newest is None:
         return

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ManifestError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, is_temporary, read_uncached, replace_file
+from trinity_sync.fs.atomic import is_temporary, list_paths, read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import (
     CORRUPTION_MARK,
@@ -345,11 +345,10 @@ def _remove_other_parts(folder: Path, parts: Sequence[ManifestPart]) -> None:
     """
     named = {part.name for part in parts}
     try:
-        for path in folder.glob("manifest-*.json"):
-            if _NAME.fullmatch(path.name) and path.name not in named:
+        for path in list_paths(folder, "*manifest*"):
+            is_part = _NAME.fullmatch(path.name) and path.name not in named
+            if is_part or (path.name.startswith(".manifest") and is_temporary(path.name)):
                 path.unlink(missing_ok=True)
-        for path in folder.glob(f".manifest*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
     except OSError as error:  # they take space until the step is removed
         logger.warning("cannot remove parts of an earlier manifest in %s: %s", folder, error)
 

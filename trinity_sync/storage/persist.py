@@ -39,11 +39,13 @@ from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     is_temporary,
     link_or_copy,
+    list_paths,
     make_folder,
     open_fd,
     pin_folder,
     sync_file,
     sync_folder,
+    walk_files,
 )
 from trinity_sync.fs.direct_io import RateLimit, digest_bytes, digest_cached_file, write_file
 from trinity_sync.fs.locks import acquire_file_lock
@@ -123,7 +125,7 @@ def persist(
                 written = list(writers.map(write, sealed, contents))
         except BaseException:
             # a failed attempt must not keep a disk full
-            remove_files(save.folder.rglob(f".*.{attempt}.*{TEMPORARY_SUFFIX}"))
+            remove_files(walk_files(save.folder, f".*.{attempt}.*{TEMPORARY_SUFFIX}"))
             raise
     return [*committed, *(file for files in written for file in files)]
 
@@ -226,7 +228,7 @@ def _write_one(
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # make room for a retry, also what attempts that died have taken
                 remove_spares(save.root)
-                remove_files(folder.glob(f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
+                remove_files(walk_files(folder, f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
             if error.filename is None:
                 error.filename = os.fspath(final)
             raise
@@ -280,7 +282,8 @@ def _name_attached(content: Path, temporary: Path) -> None:
             raise
     links = content.stat().st_nlink
     if links > 1:  # of which other attempts may have made some
-        links -= sum(map(content.samefile, temporary.parent.glob(f".*{TEMPORARY_SUFFIX}")))
+        others = list_paths(temporary.parent, f".*{TEMPORARY_SUFFIX}")
+        links -= sum(map(content.samefile, others))
     if content.resolve() == content and links == 1:
         link_or_copy(content, temporary)
     else:

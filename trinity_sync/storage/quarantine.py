@@ -42,6 +42,7 @@ from trinity_sync.fs.atomic import (
     move,
     remove_file,
     sync_folder,
+    walk_files,
 )
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import (
@@ -104,7 +105,7 @@ def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path |
         while (place := step_folder(parent, step)).exists():  # of a run of the same second
             parent = parent.with_name(parent.name + "_")
         make_folder(parent)
-        for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
+        for path in walk_files(folder, f".*{TEMPORARY_SUFFIX}"):
             if is_temporary(path.name):  # of the replacing save
                 remove_file(path)
         move(folder, place)

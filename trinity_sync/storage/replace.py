@@ -31,6 +31,7 @@ from trinity_sync.fs.atomic import (
     make_folder,
     move,
     sync_folder,
+    walk_files,
 )
 from trinity_sync.fs.locks import LIMIT_S, LockFile, acquire_commit_lock, open_lock_file
 from trinity_sync.fs.process import describe_this_process
@@ -313,7 +314,7 @@ def displace_step(save: SaveId) -> None:
 
 def _list_unfinished(folder: Path) -> list[Path]:
     """Return the files below a step's folder that saves are writing, relative to it."""
-    found = folder.rglob(f".*{TEMPORARY_SUFFIX}")
+    found = walk_files(folder, f".*{TEMPORARY_SUFFIX}")
     return [path.relative_to(folder) for path in found if parse_image_name(path.name)]
 
 

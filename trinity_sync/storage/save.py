@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import LockTimeoutError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, replace_file
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, replace_file, walk_files
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.save_id import Export, SaveId
@@ -66,19 +66,22 @@ def discard(written: Iterable[Written]) -> None:
 
 def remove_files(paths: Iterable[Path]) -> None:
     """Remove temporary files where possible; ``reconcile`` finds the others."""
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):  # they cannot be listed
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
 
 
 def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
     """Return whether a save has written temporary files of a step within some seconds.
 
-    Those beside the manifest are of a commit, which has a lock of its own.
+    Those beside the manifest are of a commit, which has a lock of its own. Raises as `walk_files`.
     """
-    for path in step_folder(root, step).glob(f"*/**/.*{TEMPORARY_SUFFIX}"):
+    folder = step_folder(root, step)
+    for path in walk_files(folder, f".*{TEMPORARY_SUFFIX}"):
         with suppress(FileNotFoundError):  # renamed or removed meanwhile
-            if path.lstat().st_mtime > read_file_system_time(root) - within_s:
+            changed_at = path.lstat().st_mtime if path.parent != folder else -math.inf
+            if changed_at > read_file_system_time(root) - within_s:
                 return True
     return False
 

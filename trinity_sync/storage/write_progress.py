@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, walk_files
 from trinity_sync.fs.direct_io import measure_written
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.spool import JobSpool
@@ -44,7 +44,7 @@ def measure_progress(
         if image.ticket.kind == kind and not image.failed
     ]
     newest: dict[tuple[Path, str, str], tuple[float, int]] = {}  # an attempt may have died
-    for path in step_folder(root, step).rglob(f".*{TEMPORARY_SUFFIX}"):
+    for path in walk_files(step_folder(root, step), f".*{TEMPORARY_SUFFIX}"):
         file = path.parent, path.name.rsplit(".", 3)[0], parse_image_name(path.name)
         with suppress(OSError):  # the commit has renamed it
             found = path.stat().st_mtime, measure_written(path)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.atomic import FileSignature, read_signature, revalidate_folder
+from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, revalidate_folder
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
@@ -124,7 +124,7 @@ def _find_stale_file(folder: Path, committed: set[Path], committed_at: float) ->
 
 
 def _list_weight_files(folder: Path) -> list[Path]:
-    return [path for pattern in WEIGHT_FILES for path in folder.glob(pattern)]
+    return [path for pattern in WEIGHT_FILES for path in list_paths(folder, pattern)]
 
 
 MIN_POLL_S, POLL_S = 0.005, 0.1

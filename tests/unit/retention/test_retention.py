@@ -15,6 +15,7 @@ from tests.conftest import environment
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
+from tests.support.meanwhile import not_listed
 from tests.support.steps import MODEL, commit_files, info
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
@@ -488,6 +489,14 @@ def test_a_step_with_a_write_in_flight_is_kept(job: Job) -> None:
     assert list(spared(prune(job.root, spool=spool))) == [1, 2]
     os.utime(job.root / "global_step_1/actor/.optim.pt.1a2b.tmp", (1.7e9, 1.7e9))
     assert numbers(prune(job.root, spool=spool).removed) == [1]
+
+
+def test_a_step_whose_writes_in_flight_cannot_be_listed_is_kept(job: Job) -> None:
+    for step in (1, 2):
+        commit_files(job.root, step)
+    with not_listed(job.root / "global_step_1/actor"), pytest.raises(PermissionError):
+        prune(job.root)
+    assert steps_on_disk(job.root) == [1, 2]
 
 
 def ticket_of(job: Job, step: int) -> Path:

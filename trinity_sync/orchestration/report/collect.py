@@ -14,6 +14,7 @@ from uuid import UUID
 
 from trinity_sync.client.prefect_api import FAILED, PAGE, FlowRun, PrefectApi, ask_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
+from trinity_sync.fs.atomic import list_paths, walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, job_id_of, steps_on_disk
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
@@ -96,7 +97,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
     )
     job = _read_job_settings(root)
-    quarantined = sorted(quarantine_folder(root).glob("*/global_step_*"))
+    quarantined = list_paths(quarantine_folder(root), "*/global_step_*")
     return JobReport(
         root=str(root),
         job=job_id(root),
@@ -208,7 +209,7 @@ def _list_steps(root: Path, known: Sequence[Run], server: _Server) -> Iterator[S
 def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:
     for run in sorted(known, key=lambda each: each.number):
         nodes: set[str] = set()
-        for path in (root / PRIVATE_FOLDER / "placements").glob(f"{run.number}.*.json"):
+        for path in list_paths(root / PRIVATE_FOLDER / "placements", f"{run.number}.*.json"):
             role = path.name.split(".")[1]
             with suppress(TrinitySyncError, OSError):
                 nodes |= {
@@ -222,10 +223,10 @@ def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:
 
 def _measure_disk(root: Path, steps: Sequence[StepRow], quarantined: Sequence[Path]) -> Disk:
     usage = shutil.disk_usage(root)
-    files = (file for folder in quarantined for file in folder.rglob("*") if file.is_file())
+    files = (file for folder in quarantined for file in walk_files(folder))
     return Disk(
         nbytes=sum(step.nbytes for step in steps),
-        quarantine_bytes=sum(file.stat().st_size for file in files),
+        quarantine_bytes=sum(file.lstat().st_size for file in files),
         spare_bytes=sum(list_spares(root).values()),
         free_bytes=usage.free,
         total_bytes=usage.total,

@@ -22,6 +22,7 @@ import zstandard
 
 from trinity_sync.errors import DeltaError, from_extra
 from trinity_sync.formats.safetensors import INDEX, translate_disk_errors
+from trinity_sync.fs.atomic import list_paths
 
 Tensors = Mapping[str, torch.Tensor]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -123,7 +124,7 @@ def apply_delta(tensors: Tensors, folder: Path) -> dict[str, torch.Tensor]:
     with from_extra("hf"):
         from safetensors import SafetensorError, safe_open
     found = dict(tensors)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in list_paths(folder, "*.safetensors"):
         try:
             with safe_open(path, framework="np") as file:
                 checksums = file.metadata() or {}

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from trinity_sync.errors import RemoteError, WeightSyncError, from_extra
+from trinity_sync.fs.atomic import list_paths
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import apply_delta
 from trinity_sync.weights.folder.published import (
@@ -199,7 +200,7 @@ def _load_complete(folder: Path) -> Tensors:
         from safetensors.torch import load
     found: Tensors = {}
     try:
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in list_paths(folder, "*.safetensors"):
             # not mapped: a removed file's page that has to be read again would end the process
             found.update(load(path.read_bytes()))
     except SafetensorError as error:
