@@ -473,9 +473,7 @@ def complete(home: dict[str, str], *words: object) -> list[str]:
     line = " ".join(map(str, ["trinity-sync", *words]))
     variables = {"_TRINITY_SYNC_COMPLETE": "complete_bash", "COMP_WORDS": line}
     done = CliRunner().invoke(
-        app,
-        env=home | variables | {"COMP_CWORD": str(len(words))},
-        prog_name="trinity-sync",
+        app, env=home | variables | {"COMP_CWORD": str(len(words))}, prog_name="trinity-sync"
     )
     assert "error" not in done.stderr + done.stdout
     return done.stdout.split()

@@ -61,8 +61,7 @@ def at_a_terminal(*arguments: object, home: Path, code: int = 0) -> tuple[str, s
 
 
 @pytest.mark.parametrize(
-    ("command", "unit"),
-    [(["verify", "ROOT"], "bytes"), (["jobs", "reindex", "ROOT"], "2/2")],
+    ("command", "unit"), [(["verify", "ROOT"], "bytes"), (["jobs", "reindex", "ROOT"], "2/2")]
 )
 def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_alone(
     tmp_path: Path, command: list[str], unit: str

@@ -23,12 +23,7 @@ from trinity_sync.cli.report_html import MAX_BARS, render_report
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.orchestration.report.collect import collect_report
-from trinity_sync.orchestration.report.facts import (
-    FailureGroup,
-    InFlight,
-    JobReport,
-    StepRow,
-)
+from trinity_sync.orchestration.report.facts import FailureGroup, InFlight, JobReport, StepRow
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import append
@@ -340,11 +335,7 @@ def test_the_command_prints_the_same_as_json(facts: JobReport, tmp_path: Path) -
 
 def test_a_time_that_is_unknown_is_null_in_json(facts: JobReport) -> None:
     (save,) = facts.in_flight
-    unknown = replace(
-        with_failures(facts),
-        in_flight=(replace(save, since=0.0),),
-        verified_at=1e15,
-    )
+    unknown = replace(with_failures(facts), in_flight=(replace(save, since=0.0),), verified_at=1e15)
     found = to_json(unknown)
     assert (found["in_flight"][0]["since"], found["verified_at"]) == (None, None)
 

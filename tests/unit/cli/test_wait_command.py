@@ -124,10 +124,7 @@ def test_a_save_in_flight_that_fails_ends_the_wait_although_another_is_newer(roo
 
     def answer(tags: list[str]) -> list[dict[str, Any]]:
         state = "FAILED" if "step:30" in tags else "RUNNING"
-        return [
-            flow_run(30, 2, "state_dict", "RUNNING"),
-            flow_run(30, 2, "checkpoint", state),
-        ]
+        return [flow_run(30, 2, "state_dict", "RUNNING"), flow_run(30, 2, "checkpoint", state)]
 
     with serve(answer) as url:
         failed = wait(root, url, "--timeout", 60)

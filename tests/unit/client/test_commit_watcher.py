@@ -531,9 +531,7 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
 
 
 @pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
-def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(
-    tmp_path: Path,
-) -> None:
+def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(tmp_path: Path) -> None:
     (request,) = requests_in(tmp_path, [4], components=())
     answers = {"/deployments": (422, "{}")}
     with server(answers) as url:

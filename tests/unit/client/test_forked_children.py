@@ -213,9 +213,7 @@ def test_a_coordinator_works_in_the_process_that_made_it_alone(
     assert sorted(job.spool.folder.rglob("*")) == before
 
 
-def test_a_child_may_train_with_the_optimizer_of_an_overlapped_save(
-    coordinator_of: Open,
-) -> None:
+def test_a_child_may_train_with_the_optimizer_of_an_overlapped_save(coordinator_of: Open) -> None:
     saves = coordinator_of()
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -124,10 +124,7 @@ def test_a_function_of_a_resumed_run_leaves_the_files_of_the_step_that_it_replac
     assert (
         find_newest(job.root, "state_dict").run,
         read_latest_pointer(job.root, "state_dict"),
-    ) == (
-        2,
-        step,
-    )
+    ) == (2, step)
 
 
 def test_a_function_does_not_write_into_a_step_of_another_system(

@@ -92,8 +92,7 @@ def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_ste
             job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
             job.commit(step, run=number)
         prune(
-            job.root,
-            plan_prune(job.root, Rules(parse_policy("last=2"), parse_policy("last=1")), 0),
+            job.root, plan_prune(job.root, Rules(parse_policy("last=2"), parse_policy("last=1")), 0)
         )
     assert [(each.step, each.run) for each in describe_steps(RootSteps(job.root))] == [
         (8, 3),

@@ -485,10 +485,7 @@ def test_readers_of_a_root_cannot_block_its_locks(
     with acquire_commit_lock(job.root), acquire_removal_lock(job.root):
         pass
     metrics.write_metrics(job.root, 1, 1, {"loss": 1.0})
-    prune(
-        job.root,
-        plan_prune(job.root, Rules(parse_policy("last=1"), ALL), now=0),
-    )
+    prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), now=0))
     locks = [path for path in (job.root / ".trinity_sync").rglob("*lock") if path.is_file()]
     assert {"commit.lock", "removal.lock", "writing.lock", "lock"} <= {path.name for path in locks}
 

@@ -13,11 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.disk import no_file_above
@@ -511,10 +507,7 @@ def test_a_file_that_others_put_in_the_place_of_a_compared_one_runs_nothing(
 
     found = zeros(state)
     dcp.load(
-        found,
-        storage_reader=StepReader(saves.root, 7),
-        planner=Meanwhile(put_theirs),
-        no_dist=True,
+        found, storage_reader=StepReader(saves.root, 7), planner=Meanwhile(put_theirs), no_dist=True
     )
     assert not ran.exists()
     assert same(found, state)

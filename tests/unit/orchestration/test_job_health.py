@@ -5,11 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trinity_sync.orchestration.report.facts import Failure, InFlight, StepRow
-from trinity_sync.orchestration.report.health import (
-    group_failures,
-    judge_health,
-    measure_interval,
-)
+from trinity_sync.orchestration.report.health import group_failures, judge_health, measure_interval
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 NOW = 1.7e9

@@ -29,15 +29,7 @@ DOCUMENTED = re.compile(
 )
 """Public names that Prefect describes; all others belong into the guarded module."""
 OURS = "trinity_sync.orchestration.prefect_compat."
-OWNERS = (
-    BaseWorker,
-    BaseJobConfiguration(),
-    SettingsContext,
-    Flow,
-    Task,
-    PrefectFuture,
-    db_vacuum,
-)
+OWNERS = (BaseWorker, BaseJobConfiguration(), SettingsContext, Flow, Task, PrefectFuture, db_vacuum)
 KNOWN = {name for owner in OWNERS for name in dir(owner)}
 KNOWN |= {*BaseWorker.__init__.__code__.co_names, *BaseJobConfiguration.__private_attributes__}
 KNOWN = {name for name in KNOWN if PRIVATE.fullmatch(name)}

@@ -406,10 +406,7 @@ def test_files_are_repaired_though_the_server_refuses_the_login(
     save(job, 1)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     temporary = written_but_never_committed(job, 3)
-    variables = {
-        "TRINITY_SYNC_HOME": str(settings.home),
-        "TRINITY_SYNC_SPOOL": str(settings.spool),
-    }
+    variables = {"TRINITY_SYNC_HOME": str(settings.home), "TRINITY_SYNC_SPOOL": str(settings.spool)}
     with server({}, login="who:what") as url, environment({**variables, "PREFECT_API_URL": url}):
         found = on_node.repair(str(job.root), GRACE_S - LATER_S)
     assert [(each.what, each.state) for each in found if each.what != "catalog"] == [

@@ -35,17 +35,12 @@ from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
-from trinity_sync.orchestration.recovery.reconcile import (
-    find_busy_steps,
-    reconcile,
-)
+from trinity_sync.orchestration.recovery.reconcile import find_busy_steps, reconcile
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.remote_root import Remote
-from trinity_sync.remote.required import (
-    fetch_newest,
-)
+from trinity_sync.remote.required import fetch_newest
 from trinity_sync.remote.upload import replicate
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
@@ -53,15 +48,9 @@ from trinity_sync.snapshot.job_identity import open_identity, read_identity
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack.doctor import run_checks
-from trinity_sync.storage.discovery import (
-    find_newest,
-    require_committed,
-)
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.latest_pointer import (
-    read_latest_pointer,
-    repair_latest_pointer,
-)
+from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins, pin, tag

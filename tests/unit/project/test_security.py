@@ -41,11 +41,7 @@ from trinity_sync.orchestration.job_registry import (
     require_allowed_store,
     select_roots,
 )
-from trinity_sync.orchestration.on_node import (
-    call,
-    persist_share,
-    replicate_step,
-)
+from trinity_sync.orchestration.on_node import call, persist_share, replicate_step
 from trinity_sync.pipeline.save import Share
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
@@ -425,10 +421,7 @@ def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Pa
     assert step["w"].sum() == 3
     (new / ".trinity_sync" / "commit.lock").unlink()
     (new / ".trinity_sync" / "commit.lock").symlink_to(mine)
-    with (
-        pytest.raises(OSError, match="is not followed; move it away"),
-        acquire_commit_lock(new),
-    ):
+    with pytest.raises(OSError, match="is not followed; move it away"), acquire_commit_lock(new):
         pass
     assert mine.read_text() == "mine"
 

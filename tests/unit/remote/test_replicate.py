@@ -332,10 +332,7 @@ def test_of_two_processes_that_copy_other_steps_of_one_number_the_second_is_refu
         remote.write_file(4, MANIFEST, encode_manifest(replace(mine, files=mine.files[:1])))
     with pytest.raises(RemoteError, match="was committed by another process meanwhile"):
         replicate(
-            job.root,
-            any_url,
-            4,
-            on_progress=lambda *_: remote.write_file(4, MANIFEST, theirs),
+            job.root, any_url, 4, on_progress=lambda *_: remote.write_file(4, MANIFEST, theirs)
         )
     assert remote.read_file(4, MANIFEST) == theirs
 

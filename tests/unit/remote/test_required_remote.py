@@ -20,12 +20,7 @@ from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.errors import (
-    ConfigError,
-    RemoteError,
-    SaveFailedError,
-    SupersededError,
-)
+from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
@@ -205,9 +200,7 @@ def test_a_new_root_does_not_continue_a_job_whose_root_is_still_here(machine: Ma
         assert (again.latest_step(), read_identity(again.root)) == (1, identity)
 
 
-def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
-    machine: Make,
-) -> None:
+def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(machine: Make) -> None:
     one = machine("one")
     saves = one.start("first")
     one.commit(saves, 1)
@@ -217,9 +210,7 @@ def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(
     assert [step.step for step in Remote(one.url).list_steps()] == [1]
 
 
-def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(
-    machine: Make,
-) -> None:
+def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(machine: Make) -> None:
     first, second = machine("first"), machine("second")
     old = first.start("one")
     first.commit(old, 1)
@@ -366,9 +357,7 @@ def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
     assert again.latest() == step_folder(again.root, 1)
 
 
-def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(
-    machine: Make,
-) -> None:
+def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(machine: Make) -> None:
     one = machine("one")
     saves = one.start("first")
     one.commit(saves, 1)
@@ -385,9 +374,7 @@ def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(
     saves.wait_all(10)
 
 
-def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(
-    machine: Make,
-) -> None:
+def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(machine: Make) -> None:
     one = machine("one")
     saves = one.start("first")
     for step in (1, 2):
@@ -432,9 +419,7 @@ def test_a_step_of_a_later_run_in_the_remote_is_not_replaced(machine: Make) -> N
     assert Remote(one.url).read_file(1, MANIFEST) == theirs
 
 
-def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(
-    machine: Make,
-) -> None:
+def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(machine: Make) -> None:
     one = machine("one")
     saves = one.start("first")
     for step in (1, 2, 3, 4):

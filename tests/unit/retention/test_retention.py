@@ -350,9 +350,7 @@ def test_the_newest_healthy_step_is_kept_for_its_kind_with_the_reason(root: Path
     assert "healthy" not in reasons[5]
 
 
-def test_a_healthy_step_stays_if_its_healthy_successor_was_replaced_meanwhile(
-    job: Job,
-) -> None:
+def test_a_healthy_step_stays_if_its_healthy_successor_was_replaced_meanwhile(job: Job) -> None:
     for step in (1, 2, 3):
         job.stage(step, {"model": {"w": torch.full((9,), float(step if step < 3 else "nan"))}})
         job.commit(step)

@@ -194,11 +194,7 @@ def test_a_node_that_cannot_persist_fails_the_save_with_its_reason(
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("instant", ["begun", "before the commit"])
 def test_a_saver_that_is_killed_on_any_node_is_replaced(
-    ranks: list[CheckpointCoordinator],
-    nodes: list[Settings],
-    job: Job,
-    number: int,
-    instant: str,
+    ranks: list[CheckpointCoordinator], nodes: list[Settings], job: Job, number: int, instant: str
 ) -> None:
     step = job.root / "global_step_1"
 

@@ -170,11 +170,7 @@ def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> Non
 def test_all_ranks_read_why_a_save_failed_and_ask_no_server(pair: Job) -> None:
     request = request_of(pair)
     asked: list[tuple[str, str]] = []
-    with (
-        server({}, asked=asked) as url,
-        rank_of(pair, 1, url) as other,
-        leader(pair, url) as first,
-    ):
+    with server({}, asked=asked) as url, rank_of(pair, 1, url) as other, leader(pair, url) as first:
         other.begin_to_wait()
         first.follow(request)
         tell(request, "pending")
@@ -225,11 +221,7 @@ def test_a_rank_whose_image_comes_after_the_commit_compares_it(job: Job, value: 
     job.stagers.pop(0).close()
     job.stage(4, {"model": {"w": torch.full((3,), float(value))}})
     late = images_of(job, 0)
-    with (
-        server({}) as url,
-        rank_of(job, 1, url, late) as other,
-        leader(job, url) as first,
-    ):
+    with server({}) as url, rank_of(job, 1, url, late) as other, leader(job, url) as first:
         tell(request_of(job), "completed")
         first.follow(request_of(job))  # with the images that were committed
         assert first.wait(time.monotonic() + 60) == []

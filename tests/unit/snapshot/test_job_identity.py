@@ -22,12 +22,7 @@ from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import job_id_of
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import (
-    IDENTITY_FILE,
-    job_id,
-    open_identity,
-    read_identity,
-)
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE, job_id, open_identity, read_identity
 from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest

@@ -17,12 +17,7 @@ from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_renamed
 from trinity_sync.errors import SaveError
-from trinity_sync.storage.block_reuse import (
-    WORTHWHILE,
-    acquire_spare,
-    remove_folder,
-    remove_spares,
-)
+from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_folder, remove_spares
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.runs import open_run
 

@@ -1038,10 +1038,7 @@ def test_a_step_of_another_system_is_quarantined_and_not_mixed_with_the_one_that
     assert str(aside) in caplog.text
     del content["data.pt"]
     assert {name: (aside / name).read_bytes() for name in content} == content
-    assert list_unnamed_files(job.root, manifest) == [
-        f"critic/{Path(MODEL).name}",
-        "data.pt",
-    ]
+    assert list_unnamed_files(job.root, manifest) == [f"critic/{Path(MODEL).name}", "data.pt"]
     assert (folder(job, 40) / "data.pt").read_bytes().endswith(b"that is saved")
     assert not list(job.root.rglob(".*.tmp"))
 
@@ -1086,9 +1083,7 @@ def test_paths_in_metadata_cannot_leave_the_steps_folder(
         persist(job.share, job.save(1), "metadata", WriteOptions(rank_timeout_s=0.05))
 
 
-def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(
-    job: Job,
-) -> None:
+def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(job: Job) -> None:
     earlier = open_run(job.root, "the same", 0)
     job.stage(4, {"model": state(1)})
     shutil.rmtree(job.root)

@@ -15,18 +15,8 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError
-from trinity_sync.storage.leases import (
-    LEASE_S,
-    acquire_removal_lock,
-    lease_to_read,
-    list_leases,
-)
-from trinity_sync.storage.pins import (
-    list_pins,
-    pin,
-    pin_ahead,
-    unpin,
-)
+from trinity_sync.storage.leases import LEASE_S, acquire_removal_lock, lease_to_read, list_leases
+from trinity_sync.storage.pins import list_pins, pin, pin_ahead, unpin
 
 
 @pytest.fixture

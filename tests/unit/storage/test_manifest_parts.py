@@ -29,12 +29,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.manifest import (
-    Manifest,
-    encode_manifest,
-    read_manifest,
-    write_manifest,
-)
+from trinity_sync.storage.manifest import Manifest, encode_manifest, read_manifest, write_manifest
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, read_statuses

@@ -206,9 +206,7 @@ def test_ranks_that_submitted_nothing_are_named_with_their_node(two_nodes: list[
         persist(share, two_nodes[1].save(4), "model", WriteOptions(rank_timeout_s=0.05))
 
 
-def test_a_node_waits_for_all_its_ranks_to_find_attachments(
-    two_nodes: list[Job],
-) -> None:
+def test_a_node_waits_for_all_its_ranks_to_find_attachments(two_nodes: list[Job]) -> None:
     share, save = shares_of(two_nodes)[1], two_nodes[1].save(4)
     two_nodes[1].stage(4, MODEL, rank=2)
     with pytest.raises(MissingShardsError, match="attachments of role actor rank 3"):
@@ -217,9 +215,7 @@ def test_a_node_waits_for_all_its_ranks_to_find_attachments(
     assert persist(share, save, "attachments", WriteOptions()) == []
 
 
-def test_requests_of_all_nodes_make_one_flow_run(
-    two_nodes: list[Job],
-) -> None:
+def test_requests_of_all_nodes_make_one_flow_run(two_nodes: list[Job]) -> None:
     for rank in range(4):
         two_nodes[rank // 2].stage(4, MODEL, rank=rank)
     first, second = (

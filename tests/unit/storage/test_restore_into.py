@@ -358,19 +358,10 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
         {"a": torch.zeros(3), "b": {"c": torch.zeros(2).to_sparse()}},
         r"b\.c is of the layout torch.sparse_coo",
     ),
-    "without memory": (
-        {"a": torch.zeros(3), "b": {"c": without_memory()}},
-        r"b\.c has no memory",
-    ),
-    "expanded": (
-        {"a": torch.zeros(3), "b": {"c": torch.zeros(1).expand(2)}},
-        r"b\.c is expanded",
-    ),
+    "without memory": ({"a": torch.zeros(3), "b": {"c": without_memory()}}, r"b\.c has no memory"),
+    "expanded": ({"a": torch.zeros(3), "b": {"c": torch.zeros(1).expand(2)}}, r"b\.c is expanded"),
     "of another class": (
-        {
-            "a": torch.zeros(3),
-            "b": {"c": torch.zeros(2).as_subclass(Own)},
-        },
+        {"a": torch.zeros(3), "b": {"c": torch.zeros(2).as_subclass(Own)}},
         r"b\.c is a Own",
     ),
 }

@@ -87,9 +87,7 @@ def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) 
         trained.commit(15, run=2)
 
 
-def test_a_rewind_behind_a_run_annuls_what_it_superseded(
-    trained: Job,
-) -> None:
+def test_a_rewind_behind_a_run_annuls_what_it_superseded(trained: Job) -> None:
     commit(trained, 35, kind="state_dict")
     open_run(trained.root, "second", 20)
     commit(trained, 25, run=2, kind="state_dict")

@@ -105,8 +105,5 @@ def test_weights_count_without_the_optimizer_next_to_them(tmp_path: Path) -> Non
     assert not [path for path in asked if path.startswith(f"{folder}/optim")]
     (folder / shard_file("model", 2, 1)).write_bytes(b"")
     assert find_committed_version(tmp_path, "actor") is None
-    with (
-        pytest.raises(VersionUnavailableError, match="has 0 bytes"),
-        opener.open_checkpoint(found),
-    ):
+    with pytest.raises(VersionUnavailableError, match="has 0 bytes"), opener.open_checkpoint(found):
         pass

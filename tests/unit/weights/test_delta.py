@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_sync.errors import DeltaError
-from trinity_sync.weights.folder.delta import (
-    Array,
-    Change,
-    apply_change,
-    encode_change,
-    view_bytes,
-)
+from trinity_sync.weights.folder.delta import Array, Change, apply_change, encode_change, view_bytes
 
 SIZE = 4 << 20
 
