@@ -227,17 +227,6 @@ def test_a_commit_that_dies_anywhere_and_is_retried_has_all_of_them(
     assert step > 5
 
 
-def test_a_flipped_byte_in_one_corrupts_the_step(coordinator_of: Open, job: Job) -> None:
-    saves = coordinator_of()
-    saves.attach_written(written_by_other_code(job.root, 4, {QUEUE: b"queue"}), step=4)
-    saves.save(4, MODEL)
-    commit(job, 4)
-    (step_folder(job.root, 4) / QUEUE).write_bytes(b"queuf")
-    found = verify(job, 4)
-    assert found.state == "corrupted"
-    assert found.wrong.startswith(f"{QUEUE} has digest")
-
-
 def test_a_remote_has_them_and_a_pull_brings_them_back(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:

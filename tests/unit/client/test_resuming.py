@@ -142,22 +142,6 @@ def test_a_restart_that_loads_nothing_does_not_pass_old_steps_off_as_new(
         again.save(30, state(0))
 
 
-def test_a_sync_right_after_a_resume_keeps_the_checkpoint(coordinator_of: Open, job: Job) -> None:
-    whole = {**state(40), "optim": {"m": torch.ones(3)}}
-    coordinator_of(run_key="first").save(40, whole)
-    job.commit(40, "model", "optim")
-    second = coordinator_of(run_key="second")
-    loaded = second.load(40)
-    second.save(40, {"model": loaded["model"]}, kind="state_dict")
-    job.commit(40, run=2, kind="state_dict")
-    for kind in KINDS:
-        assert second.latest(kind) == step_folder(job.root, 40)
-        assert second.latest_step(kind) == 40
-    again = coordinator_of(run_key="third").load(40)
-    assert torch.equal(again["optim"]["m"], torch.ones(3))
-    assert torch.equal(again["model"]["w"], state(40)["model"]["w"])
-
-
 def test_an_emergency_save_right_after_a_resume_is_a_whole_checkpoint(
     coordinator_of: Open, job: Job, saved: Path
 ) -> None:

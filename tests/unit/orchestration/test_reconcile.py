@@ -93,11 +93,6 @@ def test_other_files_among_the_exports_are_ignored(job: Job, settings: Settings)
     assert run(job, settings, later_s=LATER_S) == []
 
 
-def test_nothing_is_found_where_all_is_well(job: Job, settings: Settings) -> None:
-    save(job, 1, 2)
-    assert run(job, settings, later_s=LATER_S) == []
-
-
 def test_a_pointer_that_lags_or_was_emptied_is_moved(job: Job, settings: Settings) -> None:
     save(job, 1, 2)
     (job.root / "latest_checkpointed_iteration.txt").write_text("1")

@@ -191,12 +191,6 @@ def test_a_killed_upload_of_equal_files_resumes(job: Job, any_url: str) -> None:
         assert Remote(any_url).find_mismatch(4, record, lambda _: None) == ""
 
 
-def test_what_is_there_is_not_sent_again(commit: Callable[..., Job], url: str) -> None:
-    job = commit(4)
-    replicate(job.root, url, 4)
-    assert replicate(job.root, url, 4).uploaded == 0
-
-
 KILLED = """
 import os, signal, sys
 from trinity_sync.remote.prune import prune_remote

@@ -32,7 +32,6 @@ from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_request
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.latest_pointer import advance_latest_pointer, read_latest_pointer
 from trinity_sync.storage.manifest import FileRecord, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics, write_metrics
 from trinity_sync.storage.pins import pin
@@ -590,11 +589,6 @@ def test_a_killed_prune_leaves_complete_steps_or_none(tmp_path: Path) -> None:
             assert spare.stat().st_nlink == 1
 
 
-def test_planning_looks_at_nothing_but_what_it_is_given() -> None:
-    made = plan_removals([info(step) for step in range(5)], rules("last=2"), now=0)
-    assert numbers(list(made.removed)) == [0, 1, 2]
-
-
 def test_metrics_of_two_calls_add_up_and_those_of_another_run_stand_by_themselves(
     root: Path,
 ) -> None:
@@ -621,16 +615,6 @@ def test_the_removal_of_a_step_leaves_the_metrics_that_a_later_run_recorded_for_
     assert not list((root / ".trinity_sync/metrics").glob("*.json"))
 
 
-def test_the_best_checkpoint_stays(root: Path) -> None:
-    for step, reward in ((1, 0.1), (2, 0.8), (3, 0.2), (4, 0.3)):
-        commit_files(root, step)
-        write_metrics(root, 1, step, {"reward": reward})
-    prune(root, "last=1,best=1:reward:max")
-    assert steps_on_disk(root) == [2, 4]
-    advance_latest_pointer(root, "checkpoint", 1, 4)
-    assert read_latest_pointer(root, "checkpoint") == 4
-
-
 def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> None:
     settings = Settings(spool=job.spool.folder.parent, home=job.root.parent / "home")
     saves = CheckpointCoordinator(job.root, settings=settings)
@@ -645,23 +629,6 @@ def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> Non
     saves.close()
     (step,) = describe_steps(RootSteps(job.root))
     assert step.metrics == {"reward": 0.25, "loss": 2.0}
-
-
-def test_the_driver_plans_removes_and_tells_what_went(root: Path) -> None:
-    for step in (1, 2, 3):
-        commit_files(root, step)
-    old = quarantine_folder(root) / "20200101T000000Z/global_step_9"
-    old.mkdir(parents=True)
-    policies = Rules(parse_policy("last=1"), ALL, quarantine=parse_policy("newer=1d"))
-    trial = plan_prune(root, policies, 2e9)
-    assert (numbers(trial.removed), trial.quarantine) == ([1, 2], ("20200101T000000Z",))
-    assert steps_on_disk(root) == [1, 2, 3]
-    assert old.exists()
-    done = drive(root, trial)
-    assert (numbers(done.removed), done.nbytes) == ([1, 2], trial.nbytes)
-    assert [bool(why) for _, why in done.steps] == [False, False, True]
-    assert steps_on_disk(root) == [3]
-    assert not old.exists()
 
 
 def prune_after(root: Path, step: int, keep: int, home: Path) -> None:

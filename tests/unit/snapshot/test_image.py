@@ -436,15 +436,6 @@ def test_a_random_state_is_laid_out_again_only_when_it_has_changed(
     assert again["random"][1].tolist() == state["random"][1].tolist()
 
 
-def test_an_ordered_state_dict_of_a_module_loads_back() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    state = module.state_dict()
-    again = loaded(image_of(state))
-    assert isinstance(again, OrderedDict)
-    assert again._metadata == state._metadata
-    module.load_state_dict(again)
-
-
 def test_parameters_as_they_are_give_the_file_of_detached_tensors() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     module.tied = module[0].weight

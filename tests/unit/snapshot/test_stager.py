@@ -445,28 +445,6 @@ def test_a_state_that_cannot_be_saved_hands_nothing_over(job: Job) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
 
 
-def test_a_sealed_image_outlives_a_process_killed_the_next_instant(job: Job) -> None:
-    script = textwrap.dedent(
-        """
-        import os, signal, sys, torch
-        from pathlib import Path
-        from trinity_sync.snapshot.job_identity import read_identity
-        from trinity_sync.snapshot.spool import open_job_spool
-        from trinity_sync.snapshot.save_id import Origin
-        from trinity_sync.snapshot.stager import Stager
-        spool, root = Path(sys.argv[1]), sys.argv[2]
-        save = root, 1, "", 5, "checkpoint", ("actor",), "actor", 0, 1
-        origin = Origin(*save, identity=read_identity(root))
-        Stager(open_job_spool(spool, root)).stage(origin, {"model": {"w": torch.arange(1e5)}})
-        os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    Program(script, job.spool.folder.parent, job.root).end(-signal.SIGKILL)
-    job.commit(5)
-    file = job.root / "global_step_5/actor/model_world_size_1_rank_0.pt"
-    assert torch.equal(torch.load(file, weights_only=True)["w"], torch.arange(1e5))
-
-
 def test_another_users_spool_is_refused(tmp_path: Path) -> None:
     open_to_all = tmp_path / "spool"
     open_to_all.mkdir()

@@ -1,6 +1,5 @@
 """The commit protocol: a step is committed or it is not, whatever is missing, late or broken."""
 
-import json
 import os
 import pickle
 import re
@@ -22,7 +21,6 @@ from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.steps import MODEL, save_foreign_step
 from trinity_sync.errors import (
-    CommitError,
     EvictedError,
     ImageError,
     ManifestError,
@@ -54,7 +52,7 @@ from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import discard, mark_failed
 from trinity_sync.storage.save_functions import (
     CallableStatus,
@@ -118,14 +116,6 @@ def test_an_image_leaves_the_memory_of_its_writer_while_it_is_written(
     with when_opened(folder(job, 1) / "actor", look):  # once the file is written
         persist(job.share, job.save(1), "extra_state", options)
     assert resident[0] < 32 << 20
-
-
-def test_before_the_commit_no_file_has_its_name(job: Job) -> None:
-    job.stage(1, {"model": state(1)})
-    job.persist(1)
-    assert not list(folder(job, 1).rglob("*.pt"))
-    assert not (folder(job, 1) / ".full_checkpoint").exists()
-    assert find_newest(job.root) is None
 
 
 def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> None:
@@ -488,13 +478,6 @@ def test_a_missing_root_is_named(job: Job) -> None:
         job.commit(4)
 
 
-def test_committing_twice_is_harmless(job: Job) -> None:
-    job.stage(4, {"model": state(1)})
-    written = job.persist(4)
-    first = commit(job.save(4), written, clock=lambda: 1.0)
-    assert commit(job.save(4), written, clock=lambda: 1.0) == first
-
-
 def test_a_commit_that_adds_nothing_leaves_the_manifest_as_it_is(job: Job) -> None:
     """Policies go by the time of the commit."""
     job.stage(3, {"model": state(3)}, kind="state_dict")
@@ -643,16 +626,6 @@ def test_a_file_that_was_swapped_before_the_commit_is_not_committed(job: Job) ->
     assert find_newest(job.root) is None
 
 
-def test_a_late_save_neither_fails_nor_moves_the_pointer_back(job: Job) -> None:
-    job.stage(10, {"model": state(10)})
-    job.stage(11, {"model": state(11)})
-    job.commit(11)
-    job.commit(10)
-    assert read_latest_pointer(job.root, "checkpoint") == 11
-    assert find_newest(job.root).step == 11
-    require_committed(job.root, 10)
-
-
 @pytest.mark.parametrize("torn", ["", "4", "\x00\x00", "4x", "-1"])
 def test_an_empty_or_torn_latest_pointer_is_repaired_by_the_next_commit(
     job: Job, torn: str
@@ -680,27 +653,6 @@ def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> N
     assert find_newest(job.root).step == 5
 
 
-def test_an_edited_manifest_does_not_count(job: Job) -> None:
-    job.stage(4, {"model": state(1)})
-    job.commit(4)
-    path = folder(job, 4) / "manifest.json"
-    body = json.loads(path.read_text())
-    body["files"][0]["nbytes"] += 1
-    path.write_text(json.dumps(body))
-    with pytest.raises(ManifestError, match="its digest differs"):
-        read_manifest(job.root, 4)
-
-
-def test_a_step_with_a_cut_file_is_not_resumed_from(job: Job) -> None:
-    for step in (4, 5):
-        job.stage(step, {"model": state(step)})
-        job.commit(step)
-    os.truncate(folder(job, 5) / "actor/model_world_size_1_rank_0.pt", 10)
-    assert find_newest(job.root).step == 4
-    with pytest.raises(CommitError, match="has 10 bytes"):
-        require_committed(job.root, 5)
-
-
 def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,19 +674,6 @@ def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
     receipt = CallableStatus("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
     commit(job.save(1), written, [receipt])
     assert {job.root, *deep.parents} - {*job.root.parents} | {deep} <= {*synced}
-
-
-def test_a_superseded_save_does_not_overtake_a_resumed_run(job: Job) -> None:
-    """A defect of the system that trinity_sync replaces: a superseded later version came back."""
-    open_run(job.root, "first", 0)
-    job.stage(10, {"model": state(10)})
-    job.commit(10)
-    job.stage(12, {"model": state(12)})  # submitted, not committed yet
-    assert open_run(job.root, "second", 10).number == 2
-    with pytest.raises(SupersededError, match="run 2 resumed from step 10"):
-        job.commit(12)
-    assert find_newest(job.root).step == 10
-    assert read_latest_pointer(job.root, "state_dict") == 10
 
 
 def test_a_save_of_an_earlier_run_before_the_resumed_step_still_commits(job: Job) -> None:
@@ -1063,16 +1002,6 @@ def test_an_interrupted_quarantine_of_another_systems_step_is_finished_later(job
     assert {name: (aside / name).read_bytes() for name in content} == content
 
 
-def test_processes_of_one_run_share_its_number_and_the_next_run_adds_one(job: Job) -> None:
-    assert [open_run(job.root, key, 0).number for key in ("a", "a", "b", "b")] == [1, 1, 2, 2]
-    assert find_newest_run(job.root).key == "b"
-
-
-def test_an_empty_save_is_refused(job: Job) -> None:
-    with pytest.raises(MissingShardsError):
-        commit(job.save(1), [])
-
-
 def test_paths_in_metadata_cannot_leave_the_steps_folder(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1115,14 +1044,6 @@ def test_an_image_of_a_lost_run_of_the_same_number_is_not_committed(job: Job) ->
     job.stage(4, {"model": state(2)})
     job.commit(4)
     assert load_states(job.root, 4, "actor")["model"]["w"][0] == 2
-
-
-def test_a_run_that_is_retried_after_its_commit_commits_the_same_again(job: Job) -> None:
-    job.stage(4, {"model": state(1), "optim": state(2)})
-    first = job.commit(4, "model", "optim")
-    again = job.commit(4, "model", "optim")
-    assert again.files == first.files
-    require_committed(job.root, 4)
 
 
 def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_same_again(

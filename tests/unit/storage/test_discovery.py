@@ -29,19 +29,6 @@ def committed(job: Job) -> Job:
     return job
 
 
-def test_a_committed_step_is_valid(committed: Job) -> None:
-    found = read_step_state(committed.root, 2)
-    assert (found.state, found.reason) == ("valid", "")
-    assert found.require_loadable() == require_committed(committed.root, 2)
-
-
-def test_a_step_without_a_manifest_is_not_committed(committed: Job) -> None:
-    found = read_step_state(committed.root, 9)
-    assert (found.state, found.manifest) == ("not committed", None)
-    with pytest.raises(CommitError, match=r"step 9 .* is not committed"):
-        found.require_loadable()
-
-
 @pytest.mark.parametrize("how", ["missing", "truncated", "marked", "manifest"])
 def test_a_step_is_corrupted_by_its_files_its_mark_or_its_manifest(
     committed: Job, how: str

@@ -73,14 +73,6 @@ def test_an_image_that_comes_late_is_found(half: Job) -> None:
     assert [image.ticket.rank for image in images] == [0, 1]
 
 
-def test_later_steps_of_an_earlier_start_do_not_tell_that_a_rank_has_gone_on(job: Job) -> None:
-    job.world_size = 2
-    job.stage(5, MODEL, rank=1)
-    job.stage(3, MODEL)
-    with pytest.raises(MissingShardsError, match=r"rank 1 was not submitted .* within"):
-        gather_images(job.share, job.save(3), "model", 1.0, looks())
-
-
 def test_a_commit_by_another_attempt_is_noticed(half: Job) -> None:
     rest(commit_files(half.root, 3, run=9) / MANIFEST)
     for sealed in half.spool.tickets()[0]:

@@ -26,14 +26,6 @@ def committed(job: Job) -> Job:
     return job
 
 
-def test_a_lease_holds_until_it_is_released(committed: Job) -> None:
-    with acquire_lease(committed.root, 4, "explorer 1"):
-        assert [(lease.step, lease.holder) for lease in list_leases(committed.root)] == [
-            (4, "explorer 1")
-        ]
-    assert list_leases(committed.root) == []
-
-
 def test_a_lease_ends_by_itself(committed: Job) -> None:
     with acquire_lease(committed.root, 4, "slow", ttl_s=60) as lease:
         at = lease.path.stat().st_mtime
@@ -130,13 +122,6 @@ def test_a_reader_on_another_machine_of_the_same_name_is_not_taken_for_dead(
     done.check_returncode()
     assert [lease.holder for lease in list_leases(committed.root)] == ["elsewhere"]
     assert list_leases(committed.root, clock=lambda: time.time() + LEASE_S + 60) == []
-
-
-def test_what_is_not_committed_is_neither_leased_nor_pinned(committed: Job) -> None:
-    with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
-        acquire_lease(committed.root, 5, "early")
-    with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
-        pin(committed.root, 5)
 
 
 def test_a_step_is_pinned_ahead_of_its_commit_and_a_pin_that_exists_stays(committed: Job) -> None:

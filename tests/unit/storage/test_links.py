@@ -130,15 +130,6 @@ def test_a_later_run_replaces_the_link_and_leaves_what_it_leads_to(
     assert list((job.root / ".trinity_sync/replacing").iterdir()) == []
 
 
-def test_a_save_into_a_folder_that_was_linked_before_is_committed_there(
-    job: Job, elsewhere: Path
-) -> None:
-    step_folder(job.root, 1).symlink_to(elsewhere)
-    save(job, 1, 1.0)
-    assert weights(job, 1) == 1.0
-    assert (elsewhere / "manifest.json").exists()
-
-
 def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Path) -> None:
     for step in (1, 2):
         save(job, step, float(step))
@@ -171,13 +162,3 @@ def test_a_rewind_quarantines_the_link_and_renamed_back_it_counts_again(
     assert content(there) == before
     step_folder(done.folder, 2).rename(step_folder(job.root, 2))
     assert require_committed(job.root, 2).step == 2
-
-
-def test_a_root_that_is_a_link_is_the_root_that_it_leads_to(job: Job, tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(job.root)
-    for step in (1, 2, 3):
-        save(job, step, float(step))
-    assert find_newest(link).step == 3
-    assert [each.step for each in prune(link).removed] == [1, 2]
-    assert steps_on_disk(job.root) == [3]

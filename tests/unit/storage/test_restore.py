@@ -1,6 +1,5 @@
 """Committed shards come back from the spool or from disk, and always as the manifest has them."""
 
-import json
 import logging
 import signal
 import textwrap
@@ -289,20 +288,6 @@ def test_files_of_any_length_are_read_whole(tmp_path: Path, nbytes: int) -> None
         content, digest = read_fd(fd, nbytes)
     assert bytes(content) == path.read_bytes()
     assert digest == digest_cached_file(path)
-
-
-def test_notes_are_small_and_say_what_the_slot_holds(job: Job) -> None:
-    save(job, 1, 1)
-    (slot,) = kept_slots(job)
-    record = json.loads(cached_file_path(slot).read_text())
-    assert len(record.pop("digest")) == 71
-    path = job.root / "global_step_1" / SHARD
-    assert record == {
-        "step": 1,
-        "path": SHARD,
-        "nbytes": path.stat().st_size,
-        "file_digest": digest_cached_file(path),
-    }
 
 
 def test_another_number_of_ranks_is_refused_with_the_saved_number(job: Job) -> None:

@@ -97,12 +97,6 @@ def test_a_file_that_was_cut_off_has_not_the_digest_of_the_whole(
         assert whole not in (digest_file(path, nbytes), read_fd(fd, nbytes)[1])
 
 
-def test_whole_steps_stay_as_they_are(job: Job) -> None:
-    save(job, 1, 2)
-    assert states(verify(job, newest=5)) == {1: "valid", 2: "valid"}
-    assert not list(job.root.glob("*/corrupted.json"))
-
-
 def test_files_beside_the_commit_are_named_and_mark_nothing(job: Job) -> None:
     save(job, 1)
     folder = step_folder(job.root, 1)

@@ -79,21 +79,6 @@ def test_a_registry_is_restored_from_its_json(events: list[tuple[str, int, int]]
     assert again.to_json() == registry.to_json()
 
 
-def test_a_restart_does_not_move_the_pointer_backwards() -> None:
-    registry = VersionRegistry.from_json(json.loads(json.dumps(registry_of((1, 11)).to_json())))
-    assert not registry.record(version(1, 10, "checkpoint"), 5.0)
-    assert newest_of(registry) == (1, 11)
-
-
-def test_a_resumed_run_never_publishes_a_superseded_later_version() -> None:
-    registry = registry_of((1, 10), (1, 12))
-    registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
-    assert newest_of(registry) == (1, 10)
-    assert not registry.record(version(1, 14), 9.0)
-    assert newest_of(registry) == (1, 10)
-    assert registry.record(version(2, 11), 9.0)
-
-
 def test_a_rewind_restores_what_the_runs_it_undoes_had_superseded() -> None:
     registry = registry_of((1, 30), (2, 25))
     registry.add_runs([Run(1, "key", 0), Run(2, "key", 20)])

@@ -164,17 +164,6 @@ def test_a_step_with_images_on_another_node_is_read_from_its_commit(
         assert dict(reader.iter_weights()).keys() == {"of_rank0", "of_rank1"}
 
 
-def test_a_superseded_version_is_not_read(job: Job, registry: FileRegistry) -> None:
-    save(job, 4, weights(4))
-    save(job, 8, weights(8))
-    upload(job, 9, weights(9))
-    assert newest(registry) == (1, 9, "memory")
-    open_run(job.root, "second", 4)
-    assert newest(registry) == (1, 4, "checkpoint")
-    upload(job, 5, weights(5), run=2)
-    assert newest(registry) == (2, 5, "memory")
-
-
 def test_a_reader_that_runs_on_goes_back_with_a_run_that_resumes(
     job: Job, registry: FileRegistry
 ) -> None:
