@@ -2,8 +2,8 @@
 
 ``python -m tests.environments.pytorch CHECKOUT [FILES] [OPTIONS OF PYTEST]`` takes the tests from a
 checkout of PyTorch of the installed version, because its wheel comes without them, and downloads
-nothing. The saves are flow runs on a Prefect server and Ray, which are started for it. `suite`
-lists which tests have to pass and which are left out; any other test, and any other outcome, fails
+nothing. The saves are flow runs on a Prefect server and Ray, which are started for it. `suite` says
+which tests are left out, and how many have to pass; any other number, and any other outcome, fails
 the run.
 """
 
@@ -32,7 +32,7 @@ def main(checkout: str, *arguments: str) -> int:
     """Return the exit code of the tests."""
     tests = (Path(checkout) / FOLDER).resolve()
     there = {str(path.relative_to(tests)) for path in tests.rglob("test_*.py")}
-    if unlisted := sorted(there - {*FILES} - {*LEFT_OUT_FILES}):
+    if unlisted := sorted(there.difference(FILES, " ".join(LEFT_OUT_FILES.values()).split())):
         print(f"not listed in tests/environments/pytorch/suite.py: {', '.join(unlisted)}")
         return 1
     wanted = [name for name in arguments if name in FILES] or list(FILES)
