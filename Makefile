@@ -62,10 +62,9 @@ chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED with each
 	  CHAOS_DRIVER=$$driver $(BIN)/python -m tests.models.chaos || exit; \
 	done
 
-whole-run: $(READY) ## a GRPO run whose processes are killed KILLS=100 times by SEED, its prompts counted; the same as frameworks save it today; a queue of 1 GiB
+whole-run: $(READY) ## a GRPO run whose processes are killed KILLS=100 times by SEED, its prompts counted; the same as frameworks save it today
 	$(BIN)/python -m tests.environments.whole_run --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.environments.whole_run --kills 20 $(if $(SEED),--seed $(SEED)) --without
-	$(BIN)/python -m pytest -s tests/environments/whole_run/test_large_queue.py
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .

@@ -24,14 +24,9 @@ ENVIRONMENT = {
     "TQ_LOGGING_LEVEL": "ERROR",
     "TQ_NUM_THREADS": "1",
     "TRINITY_SYNC_CONFIG": os.devnull,  # not the user's own file
-    "TRINITY_SYNC_SAVER": "auto",
+    "TRINITY_SYNC_SAVER": "auto",  # there is no stack
 }
 PROMPTS_A_KILL = 150
-
-
-def make_environment(home: Path, spool: Path) -> dict[str, str]:
-    """Return the variables of all processes. There is no stack: the trainer's saver commits."""
-    return ENVIRONMENT | {"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_SPOOL": str(spool)}
 
 
 def main() -> int:
@@ -47,7 +42,8 @@ def main() -> int:
     spool = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/dev/shm"))
     for name in [each for each in os.environ if each.startswith(("TRINITY_SYNC_", "PREFECT_"))]:
         del os.environ[name]
-    os.environ |= make_environment(folder / "home", spool)  # before what reads it is imported
+    own = {"TRINITY_SYNC_HOME": str(folder / "home"), "TRINITY_SYNC_SPOOL": str(spool)}
+    os.environ |= ENVIRONMENT | own  # before what reads it is imported
     from tests.environments.whole_run.run import any_behind
     from tests.environments.whole_run.supervisor import FallenError, Supervisor
     from tests.environments.whole_run.truth import Count, read

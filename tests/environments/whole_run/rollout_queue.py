@@ -7,7 +7,6 @@ import pickle
 import shutil
 import time
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,19 +69,6 @@ _kept: list[Any] = []
 """Servers, which end with their objects."""
 
 
-def save_to(client: TransferQueueClient, folder: Path) -> None:
-    """Write all that the queue has into a new folder."""
-    folder.mkdir()
-    # in this order, the storage has all that the controller knows
-    client.save_controller_checkpoint(str(folder / "controller.pkl"))
-    client.save_storage_checkpoint(str(folder))
-
-
-def restore_from(client: TransferQueueClient, folder: Path) -> None:
-    client.load_storage_checkpoint(str(folder))
-    client.load_controller_checkpoint(str(folder / "controller.pkl"))
-
-
 def serve(run: Run) -> None:
     """Serve the queue, beginning with what it held at the step, and save it at each cut."""
     client = start(run)
@@ -91,12 +77,16 @@ def serve(run: Run) -> None:
         if step is not None:
             part.load(step)
             part.restore_folder(step, "rollouts", restored := run.own / "restored")
-            restore_from(client, restored)
+            client.load_storage_checkpoint(str(restored))
+            client.load_controller_checkpoint(str(restored / "controller.pkl"))
         run.tell("queue")
         while True:
             if (step := part.wait_cut(timeout_s=1)) is not None:
                 if is_behind("queue", step):
                     time.sleep(BEHIND_S)  # what is put now is not in the ledger's state
-                save_to(client, folder := run.own / f"cut-{step}")
+                (folder := run.own / f"cut-{step}").mkdir()
+                # in this order, the storage has all that the controller knows
+                client.save_controller_checkpoint(str(folder / "controller.pkl"))
+                client.save_storage_checkpoint(str(folder))
                 part.save(step, None, folders={"rollouts": folder})
                 shutil.rmtree(folder)
