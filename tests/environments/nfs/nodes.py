@@ -91,6 +91,11 @@ def cut_off() -> Iterator[Node]:
     node.kill()
 
 
+def commit_steps(root: Path, *steps: int) -> None:
+    for step in steps:
+        commit_files(root, step)
+
+
 def keep_last(number: int) -> Rules:
     return Rules(parse_policy(f"last={number}"), parse_policy(f"last={number}"))
 
@@ -239,8 +244,7 @@ def test_a_node_of_rank_0_that_sees_late_is_refused(
 
 
 def test_a_lease_taken_on_one_node_holds_on_the_other(root: Path, other: Node) -> None:
-    for step in (1, 2, 3):
-        commit_files(root, step)
+    commit_steps(root, 1, 2, 3)
     with acquire_lease(root, 3, "one of this node"):
         look_at(root)
         lease = other.call(acquire_lease, root, 1, "explorer")
@@ -250,8 +254,7 @@ def test_a_lease_taken_on_one_node_holds_on_the_other(root: Path, other: Node) -
 
 
 def test_a_pin_made_on_one_node_holds_on_the_other(root: Path, other: Node) -> None:
-    for step in (1, 2, 3):
-        commit_files(root, step)
+    commit_steps(root, 1, 2, 3)
     pin(root, 3)
     look_at(root)
     other.call(pin, root, 1)
@@ -262,8 +265,7 @@ def test_a_pin_made_on_one_node_holds_on_the_other(root: Path, other: Node) -> N
 def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
     root: Path, other: Node, claim: Callable[..., Any]
 ) -> None:
-    for step in (1, 2, 3):
-        commit_files(root, step)
+    commit_steps(root, 1, 2, 3)
     with acquire_commit_lock(root), acquire_removal_lock(root):
         pass  # their files are known here
     planned = plan_prune(root, keep_last(1), time.time())
@@ -287,8 +289,7 @@ def test_a_step_is_known_as_ours_as_soon_as_the_other_node_has_committed_it(
 def test_a_tag_is_not_taken_from_the_step_that_the_other_node_gave_it(
     root: Path, other: Node
 ) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
+    commit_steps(root, 1, 2)
     tag(root, 1, "first")
     with pytest.raises(ConfigError, match="neither"):
         resolve_step(root, "best")
@@ -330,8 +331,7 @@ def test_a_step_is_known_to_be_stored_as_soon_as_the_other_node_has_noted_it(
 ) -> None:
     url = "file:///store"
     write_job_settings(root, {"remote": url, "remote_required": True})
-    for step in (1, 2):
-        commit_files(root, step)
+    commit_steps(root, 1, 2)
     first, second = require_committed(root, 1), require_committed(root, 2)
     record_replicated(root, url, first)
     assert not is_replicated(root, second)
@@ -358,8 +358,7 @@ def test_a_step_that_lost_its_name_on_the_other_node_is_put_back(
 def test_no_lease_is_given_for_a_step_that_the_other_node_has_removed(
     root: Path, other: Node
 ) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
+    commit_steps(root, 1, 2)
     other.call(look_at, root)
     assert removed_by(root, keep_last(1)) == [1]
     with pytest.raises(CommitError, match="is not committed"):
@@ -433,8 +432,7 @@ def test_a_step_that_the_other_node_has_committed_again_is_not_removed_by_an_old
     root: Path, spool_folder: Path, other: Node
 ) -> None:
     open_run(root, "old", 0)
-    for step in (1, 2, 3):
-        commit_files(root, step)
+    commit_steps(root, 1, 2, 3)
     old = plan_prune(root, keep_last(1), time.time())
     look_at(root)
     run = other.call(open_run, root, "new", 0).number
@@ -503,8 +501,7 @@ def test_a_step_that_the_other_node_has_fetched_is_not_fetched_again(
 
 
 def test_a_step_that_is_read_without_a_lease_is_removed_when_it_is_closed(root: Path) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
+    commit_steps(root, 1, 2)
     with (root / "global_step_1" / MODEL).open("rb") as file:
         assert removed_by(root, keep_last(1)) == [1]
         (left,) = empty_trash(root)
@@ -570,8 +567,7 @@ def test_a_node_that_was_cut_off_in_a_commit_leaves_alone_what_was_committed_sin
 def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_since(
     root: Path, spool_folder: Path, cut_off: Node
 ) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
+    commit_steps(root, 1, 2)
     spool = open_job_spool(spool_folder, root)
     write_status(spool, CallableStatus("save", 1, 1, "checkpoint", 0, "1/1", state="failed"))
     (gate,) = spool.receipts.iterdir()  # looked at after leases

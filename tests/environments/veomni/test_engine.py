@@ -3,16 +3,22 @@
 The reference of a load is what the ranks that saved had, gathered with PyTorch alone.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import differences
+from trinity_sync import ConfigError
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
+from trinity_sync.tensors.replicas import rebind
 
 pytest.importorskip("veomni", reason="VeOmni has an environment of its own; see make veomni")
 pytestmark = pytest.mark.timeout(600)
@@ -69,26 +75,14 @@ def train(engine: Any, seed: int) -> None:
 
 def whole(engine: Any) -> dict[str, Any]:
     """Gather model and optimizer with PyTorch, and copy the schedule."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     options = StateDictOptions(full_state_dict=True)
     model, optimizer = get_state_dict(engine.module, engine.optimizer, options=options)
     schedule = engine.lr_scheduler.state_dict()
     return {"model": model, "optim": optimizer, "schedule": {**schedule}}
 
 
-def coordinator_of(root: Path) -> Any:
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, Settings
-
-    settings = Settings(spool=root.parent / "spool", home=root.parent)
-    return CheckpointCoordinator.of_process_group(root, settings=settings, trigger=CommitsHere())
-
-
 def save(model: Path, root: Path, mesh: str) -> bool:
     """Train and save; tensors change right after the call. Return whether the manager is ours."""
-    import torch.distributed as dist
-
     from trinity_sync.integrations.verl.fsdp.manager import FSDPCheckpointManager
 
     engine = make_engine(model, mesh)
@@ -109,8 +103,6 @@ def save(model: Path, root: Path, mesh: str) -> bool:
 def load(model: Path, root: Path, mesh: str, ours: bool) -> list[str]:
     """Load into an engine with another state; return what differs from the reference."""
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-
-    from trinity_sync.tensors.replicas import rebind
 
     engine = make_engine(model, mesh)
     train(engine, 9)
@@ -185,8 +177,6 @@ def test_a_step_is_exported(saved: dict[str, Path], mesh: str, tmp_path: Path) -
 
 def start_refused(model: Path, settings: dict[str, Any]) -> str:
     """Return why an engine with settings does not start."""
-    from trinity_sync import ConfigError
-
     try:
         make_engine(model, **settings)
     except ConfigError as error:
@@ -197,8 +187,6 @@ def start_refused(model: Path, settings: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def experts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random mixture of four experts, with the tokenizer of the other model."""
-    import shutil
-
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     folder = tmp_path_factory.mktemp("experts") / "tiny"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from trinity_sync import CheckpointCoordinator
 from trinity_sync.stack.daemon import free_port
 
 pytest.importorskip("vllm", reason="these tests run in vLLM's environment")
@@ -56,6 +57,11 @@ def randomize(model: Qwen2ForCausalLM, seed: int) -> Qwen2ForCausalLM:
         for parameter in model.parameters():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def publish(saves: CheckpointCoordinator, step: int, state: dict[str, torch.Tensor]) -> None:
+    saves.upload(step, lambda: state)
+    saves.wait_staged()
 
 
 @contextmanager

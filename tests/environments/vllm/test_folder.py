@@ -1,11 +1,9 @@
 """A real vLLM reloads the folders that a rollout-side process publishes while a trainer goes on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import torch
 
 from tests.environments.vllm.engines import (
@@ -16,15 +14,6 @@ from tests.environments.vllm.engines import (
     running_server,
 )
 from trinity_sync import CheckpointCoordinator, FolderReader, WeightFolder, WeightReader
-
-
-@pytest.fixture
-def trainer(
-    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CheckpointCoordinator]:
-    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
-    with CheckpointCoordinator(tmp_path / "ckpts") as coordinator:
-        yield coordinator
 
 
 def train(policy: Any, step: int) -> None:

@@ -71,15 +71,6 @@ class Adapter:
         return merged
 
 
-@pytest.fixture
-def trainer(
-    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CheckpointCoordinator]:
-    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
-    with CheckpointCoordinator(tmp_path / "ckpts") as coordinator:
-        yield coordinator
-
-
 def follow(
     trainer: CheckpointCoordinator, adapter: Adapter, folder: WeightFolder
 ) -> Iterator[PublishedVersion]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.environments.vllm.engines import randomize, running_engine
+from tests.environments.vllm.engines import publish, randomize, running_engine
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.canary import check_canary, score_llm, score_model, take_canary
 from trinity_sync.integrations.vllm import VLLMUpdater
@@ -42,17 +42,15 @@ def serving(
 ) -> Iterator[tuple[Any, Callable[[int], int]]]:
     """Yield an ``LLM`` that was started with a model, and a function that updates it."""
     model.save_pretrained(folder)
-    with ExitStack() as opened:
-        transfer = {"backend": "trinity_sync"}
-        llm = opened.enter_context(
-            running_engine(folder, weight_transfer_config=transfer, **options)
-        )
-        saves = opened.enter_context(CheckpointCoordinator(root))
-        updater = opened.enter_context(VLLMUpdater(llm, root, values=values))
+    transfer = {"backend": "trinity_sync"}
+    with (
+        running_engine(folder, weight_transfer_config=transfer, **options) as llm,
+        CheckpointCoordinator(root) as saves,
+        VLLMUpdater(llm, root, values=values) as updater,
+    ):
 
         def update(step: int) -> int:
-            saves.upload(step, lambda: randomize(model, step).state_dict())
-            saves.wait_staged()
+            publish(saves, step, randomize(model, step).state_dict())
             return updater.update(min_step=step)
 
         yield llm, update

@@ -16,6 +16,7 @@ from tests.environments.vllm.engines import (
     expect,
     expect_one,
     make_model,
+    publish,
     randomize,
     running_server,
 )
@@ -57,12 +58,10 @@ def test_a_server_that_was_sent_unmerged_weights_does_not_pass_the_canary(
     score = score_server(server.url, str(folder))
     with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
         saves.record_metrics(1, take_canary(score_model(model), PROMPTS[::2]))
-        saves.upload(1, model.state_dict)
-        saves.wait_staged()
+        publish(saves, 1, model.state_dict())
         updater.update()
         saves.record_metrics(2, take_canary(score_model(randomize(model, 2)), PROMPTS[::2]))
-        saves.upload(2, randomize(model, 1).state_dict)
-        saves.wait_staged()
+        publish(saves, 2, randomize(model, 1).state_dict())
         assert updater.update(min_step=2) == 2  # it does serve what was published
     steps = Checkpoints(root)
     assert check_canary(steps.metrics(1), score, PROMPTS[::2]) < 1e-3
@@ -86,14 +85,12 @@ def test_updates_while_requests_are_in_flight(server: Server, root: Path, pause:
         ThreadPoolExecutor(3) as clients,
     ):
         steps = range(1, 8)
-        saves.upload(1, randomize(model, 1).state_dict)
-        saves.wait_staged()
+        publish(saves, 1, randomize(model, 1).state_dict())
         updater.update()
         asking = [clients.submit(ask) for _ in range(3)]
         for step in steps:
             if step > 1:
-                saves.upload(step, randomize(model, step).state_dict)
-                saves.wait_staged()
+                publish(saves, step, randomize(model, step).state_dict())
                 assert updater.update(min_step=step, pause=pause) == step
             before = len(answers)
             while len(answers) < before + 4 and not any(each.done() for each in asking):
@@ -138,13 +135,11 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_serves_on(
 ) -> None:
     model = make_model(0)
     with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
-        saves.upload(1, model.state_dict)
-        saves.wait_staged()
+        publish(saves, 1, model.state_dict())
         updater.update()
         torn = {**model.state_dict()}
         del torn["model.layers.1.self_attn.k_proj.weight"]
-        saves.upload(2, lambda: torn)
-        saves.wait_staged()
+        publish(saves, 2, torn)
         with pytest.raises(WeightSyncError, match="qkv_proj"):
             updater.update()
         with (  # and no updater claims the engine any more

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,14 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from tests.environments.vllm.engines import expect, generate, make_model, randomize, running_engine
+from tests.environments.vllm.engines import (
+    expect,
+    generate,
+    make_model,
+    publish,
+    randomize,
+    running_engine,
+)
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
 from trinity_sync.settings import Settings
@@ -37,11 +44,6 @@ def running(folder: Path, *, tied: bool = False, **options: Any) -> Iterator[Any
         folder, weight_transfer_config={"backend": "trinity_sync"}, **options
     ) as llm:
         yield llm
-
-
-def publish(saves: CheckpointCoordinator, step: int, state: dict[str, torch.Tensor]) -> None:
-    saves.upload(step, lambda: state)
-    saves.wait_staged()
 
 
 def test_twenty_versions_from_memory(llm: Any, root: Path) -> None:
@@ -101,21 +103,14 @@ WRONG: dict[str, Callable[[Qwen2ForCausalLM], dict[str, torch.Tensor]]] = {
         m, "model.layers.1.self_attn.k_proj.weight"
     ),
     "model.norm.weight": lambda m: without(m, "model.norm.weight"),
-    "model.layers.2.mlp.up_proj.weight": lambda m: {
-        **m.state_dict(),
-        "model.layers.2.mlp.up_proj.weight": torch.zeros(256, 128),
-    },
-    "model.layers.0.mlp.up_proj.weight": lambda m: {
-        **m.state_dict(),
-        "model.layers.0.mlp.up_proj.weight": torch.zeros(300, 128),
-    },
-    "model.layers.0.mlp.gate_proj.weight": lambda m: {
-        **m.state_dict(),
-        "model.layers.0.mlp.gate_proj.weight": torch.zeros(200, 128),
-    },
-    "model.embed_tokens.weight": lambda m: {
-        **m.state_dict(),
-        "model.embed_tokens.weight": torch.zeros(96, 128),
+    **{
+        name: lambda m, name=name, rows=rows: m.state_dict() | {name: torch.zeros(rows, 128)}
+        for name, rows in {
+            "model.layers.2.mlp.up_proj.weight": 256,
+            "model.layers.0.mlp.up_proj.weight": 300,
+            "model.layers.0.mlp.gate_proj.weight": 200,
+            "model.embed_tokens.weight": 96,
+        }.items()
     },
 }
 """The tensor that a message has to name -> the state that it is about."""
@@ -123,9 +118,7 @@ WRONG: dict[str, Callable[[Qwen2ForCausalLM], dict[str, torch.Tensor]]] = {
 
 def refuses_what_does_not_fit(llm: Any, root: Path) -> None:
     model = make_model(0)
-    with ExitStack() as opened:
-        saves = opened.enter_context(CheckpointCoordinator(root))
-        updater = opened.enter_context(VLLMUpdater(llm, root))
+    with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
         publish(saves, 1, model.state_dict())
         updater.update()
         serves = expect(model)
