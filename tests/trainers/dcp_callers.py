@@ -273,63 +273,58 @@ def await_newest(root: Path, step: int) -> None:
     await_that(lambda: steps_on_disk(root) == [step], "the root keeps the newest step")
 
 
-def save_and_load(scratch: Path, out: Path, spool: Path) -> None:
+def save_and_load(out: Path, spool: Path) -> None:
     for kind, load in (("prime_rl", (2,)), ("slime", ())):
         folder = out / kind
-        folder.mkdir(parents=True)
+        folder.mkdir()
         names = globals()
-        expected = on_ranks(scratch, switched, names[f"save_like_{kind}"], folder, spool, 2)
+        expected = on_ranks(out, switched, names[f"save_like_{kind}"], folder, spool, 2)
         checkpoint = max(folder.rglob(RECORD)).parent  # of step 2
         await_newest(folder / "saves", 2)
         loader = names[f"load_like_{kind}"]
-        require_same(expected, on_ranks(scratch, switched, loader, folder, spool, *load))
-        require_same(expected, on_ranks(scratch, loader, folder, *load))  # without the switch
+        require_same(expected, on_ranks(out, switched, loader, folder, spool, *load))
+        require_same(expected, on_ranks(out, loader, folder, *load))  # without the switch
         if load:
             damage(checkpoint / "__0_0.distcp")
         else:
             with (checkpoint / ".metadata").open("ab") as index:
                 index.write(b"\0")  # which a pickle may have at its end
         with pytest.raises(AssertionError, match="is corrupted"):
-            on_ranks(scratch, switched, loader, folder, spool, *load)
+            on_ranks(out, switched, loader, folder, spool, *load)
 
 
-def use_accelerate(scratch: Path, out: Path, spool: Path) -> None:
-    out.mkdir()
-    found = on_ranks(scratch, switched, save_with_accelerate, out, spool)
+def use_accelerate(out: Path, spool: Path) -> None:
+    found = on_ranks(out, switched, save_with_accelerate, out, spool)
     assert found == [[], []], found
-    found = on_ranks(scratch, switched, load_with_accelerate, out, spool, world_size=3)
+    found = on_ranks(out, switched, load_with_accelerate, out, spool, world_size=3)
     assert found == [[], [], []], found
     names = {path.parent.name for path in (out / "checkpoint_0").glob(f"*/{RECORD}")}
     assert names == {"pytorch_model_fsdp_0", "optimizer_0"}, names
 
 
-def die(scratch: Path, out: Path, spool: Path) -> None:
-    out.mkdir()
-    killed_ranks(scratch, switched, save_and_die, out, spool)
+def die(out: Path, spool: Path) -> None:
+    killed_ranks(out, switched, save_and_die, out, spool)
     folder = out / "step_2" / "trainer"
     await_that((folder / ".metadata").exists, "it is linked without the ranks")
     (folder / "dataloader").mkdir()
     for rank in range(2):
         torch.save({"at": 2}, folder / "dataloader" / f"rank_{rank}.pt")
-    found = on_ranks(scratch, load_like_prime_rl, out, 2)
+    found = on_ranks(out, load_like_prime_rl, out, 2)
     require_same([torch.load(out / "expected.pt", weights_only=False)] * 2, found)
 
 
-def take_what_can_be_taken(scratch: Path, out: Path, spool: Path) -> None:
-    out.mkdir()
-    ours, _ = on_ranks(scratch, switched, save_in_every_way, out, spool)
+def take_what_can_be_taken(out: Path, spool: Path) -> None:
+    ours, _ = on_ranks(out, switched, save_in_every_way, out, spool)
     assert ours == {name: not name.startswith("dcp-") for name in ours}, ours
     assert len(ours) == 11, ours
     await_newest(out / "saves", 5)
 
 
-def say_what_is_wrong(scratch: Path, out: Path, spool: Path) -> None:
-    out.mkdir()
-    for message in on_ranks(scratch, switched, save_where_nothing_can_be, out, spool):
+def say_what_is_wrong(out: Path, spool: Path) -> None:
+    for message in on_ranks(out, switched, save_where_nothing_can_be, out, spool):
         assert f"{out / 'file'} is no checkpoint, though its files are committed" in message
 
 
-def make_a_group_later(scratch: Path, out: Path, spool: Path) -> None:
-    out.mkdir()
-    assert on_ranks(scratch, switched, save_before_the_group, out, spool) == [True, True]
+def make_a_group_later(out: Path, spool: Path) -> None:
+    assert on_ranks(out, switched, save_before_the_group, out, spool) == [True, True]
     await_newest(out / "saves", 2)

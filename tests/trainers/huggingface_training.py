@@ -12,10 +12,10 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.support.states import copied, differences
-from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken
+from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken, make_gpt2
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same, whole_state
 from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError
 from trinity_sync.formats.dcp import to_dcp
@@ -36,10 +36,7 @@ def make_trainer(
     folder: Path, kind: str, callbacks: list[TrainerCallback], **arguments: Any
 ) -> Trainer:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, bos_token_id=1, eos_token_id=1, n_positions=8, n_embd=16, n_layer=1, n_head=2
-    )
-    model: Any = GPT2LMHeadModel(config)
+    model = make_gpt2()
     if "lora" in kind:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1))
     if "fsdp" in kind:

@@ -55,6 +55,13 @@ def replace_files(step: Path, *patterns: str) -> None:
         other.rename(path)
 
 
+def make_gpt2(**sizes: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel  # which not all who import this have
+
+    tiny = {"vocab_size": 64, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**tiny | sizes, bos_token_id=1, eos_token_id=1))
+
+
 def commit_here(home: Path, spool: Path, trigger: CommitsHere | None = None) -> dict[str, Any]:
     """Arguments of a callback whose saves need no server."""
     return {"settings": Settings(spool=spool, home=home), "trigger": trigger or CommitsHere()}

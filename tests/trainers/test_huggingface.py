@@ -21,7 +21,6 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -34,7 +33,7 @@ from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.states import copied, differences
-from tests.trainers.local_saves import TOKENS, Fails, commit_here, replace_files
+from tests.trainers.local_saves import TOKENS, Fails, commit_here, make_gpt2, replace_files
 from trinity_sync import CommitError, ConfigError, RootError, SaveFailedError, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations import huggingface_state, trainer_saves
@@ -57,8 +56,10 @@ from trinity_sync.storage.manifest import read_manifest, read_run_number
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins, pin_ahead
 
+MakeCallback = Callable[..., TrinitySyncCallback]
 
-@pytest.fixture
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -77,22 +78,30 @@ class StopAt(TrainerCallback):
             control.should_training_stop = True
 
 
+@pytest.fixture
+def callback(tmp_path: Path, spool_folder: Path) -> MakeCallback:
+    """Makes a callback whose saves need no server, by default for the root ``ckpts``."""
+
+    def make(root: str = "ckpts", trigger: CommitsHere | None = None) -> TrinitySyncCallback:
+        return TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder, trigger))
+
+    return make
+
+
 def hugging_face(
-    folder: Path,
     saves: TrinitySyncCallback,
     stop: int = 99,
     adapter: LoraConfig | None = None,
     of: type[Trainer] = Trainer,
     model: Any = None,
     processing_class: Any = None,
+    out: str = "out",
     **arguments: Any,
 ) -> Any:
+    """A trainer whose own folder is ``out``, next to the root of its saves."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, bos_token_id=1, eos_token_id=1, n_positions=8, n_embd=16, n_layer=1, n_head=2
-    )
     given = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(saves.root.with_name(out)),
         max_steps=12,
         per_device_train_batch_size=4,
         save_steps=2,
@@ -104,7 +113,7 @@ def hugging_face(
         **{"save_total_limit": 3, **arguments},
     )
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
-    model = model or GPT2LMHeadModel(config)
+    model = model or make_gpt2()
     return of(
         get_peft_model(model, adapter) if adapter else model,
         given,
@@ -125,23 +134,20 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def test_a_hugging_face_trainer_resumes_bit_equal_in_mid_epoch(
-    one_thread: None, tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     whole = hugging_face(
-        tmp_path / "out",
-        TrinitySyncCallback(tmp_path / "whole", **commit_here(tmp_path, spool_folder)),
+        callback("whole"),
     )
     whole.train()
     root = tmp_path / "ckpts"
-    hugging_face(
-        tmp_path / "out", TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder)), stop=11
-    ).train()
+    hugging_face(callback(), stop=11).train()
     assert max(steps_on_disk(root)) == 10  # eight steps are an epoch
     assert list((tmp_path / "out").glob("checkpoint-*")) == []
 
     torch.manual_seed(99)
-    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
-    resumed = hugging_face(tmp_path / "out", saves)
+    saves = callback()
+    resumed = hugging_face(saves)
     resumed.train(resume_from_checkpoint=saves.latest())
     assert resumed.state.global_step == 12
     assert differences(state_of(whole), state_of(resumed)) == []
@@ -149,20 +155,20 @@ def test_a_hugging_face_trainer_resumes_bit_equal_in_mid_epoch(
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_a_step_is_a_model_that_from_pretrained_loads_and_an_export_writes(
-    kind: str, tmp_path: Path, spool_folder: Path
+    callback: MakeCallback, kind: str, tmp_path: Path
 ) -> None:
     words = {"[UNK]": 0, **{f"word{i}": i for i in range(1, 64)}}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), pad_token="[UNK]"
     )
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    saves = callback()
     given: dict[str, Any] = {"processing_class": tokenizer}
     auto: Any = AutoModelForCausalLM
     if kind == "bert":
         auto, sizes = AutoModelForMaskedLM, {"hidden_size": 16, "intermediate_size": 16}
         config = BertConfig(vocab_size=64, num_hidden_layers=1, num_attention_heads=2, **sizes)
         given["model"] = BertForMaskedLM(config)
-    trainer = hugging_face(tmp_path / "out", saves, stop=4, **given)
+    trainer = hugging_face(saves, stop=4, **given)
     trainer.train()
     export_step(tmp_path / "ckpts", 4, to=tmp_path / "exported")
     for folder in (saves.latest(), tmp_path / "exported"):
@@ -179,16 +185,16 @@ class Begun(TrainerCallback):
 
 
 def test_a_hugging_face_trainer_loads_the_files_that_were_compared(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     root = tmp_path / "ckpts"
-    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
-    first = hugging_face(tmp_path / "out", saves, stop=4)
+    saves = callback()
+    first = hugging_face(saves, stop=4)
     first.train()
     newest, begun = saves.latest(), Begun()
     assert newest
     replace_files(root / "global_step_4", "actor/*.pt", "attachments/*")
-    resumed = hugging_face(tmp_path / "out", saves, stop=5)
+    resumed = hugging_face(saves, stop=5)
     resumed.add_callback(begun)
     resumed.train(resume_from_checkpoint=newest)
     assert differences(dict(first.model.state_dict()), begun.weights) == []
@@ -196,15 +202,15 @@ def test_a_hugging_face_trainer_loads_the_files_that_were_compared(
 
 
 def test_a_step_in_a_root_that_cannot_be_written_is_loaded_and_the_first_save_fails(
-    tmp_path: Path, spool_folder: Path, read_only: Callable[[Path], object]
+    tmp_path: Path, callback: MakeCallback, read_only: Callable[[Path], object]
 ) -> None:
     root = tmp_path / "ckpts"
-    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
-    first = hugging_face(tmp_path / "out", saves, stop=2)
+    saves = callback()
+    first = hugging_face(saves, stop=2)
     first.train()
     read_only(root)
-    saves, begun = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder)), Begun()
-    resumed = hugging_face(tmp_path / "out", saves)
+    saves, begun = callback(), Begun()
+    resumed = hugging_face(saves)
     resumed.add_callback(begun)
     with pytest.raises(RootError, match="mount it for writing"):
         resumed.train(resume_from_checkpoint=saves.latest())
@@ -213,25 +219,22 @@ def test_a_step_in_a_root_that_cannot_be_written_is_loaded_and_the_first_save_fa
 
 
 def test_a_hugging_face_trainer_that_has_nothing_to_resume_starts_afresh(
-    tmp_path: Path, spool_folder: Path
+    callback: MakeCallback,
 ) -> None:
-    assert (
-        TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder)).latest()
-        is None
-    )
+    assert callback().latest() is None
 
 
 def test_a_training_that_has_checkpoints_of_trainer_is_told_how_to_go_on_from_them(
-    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, callback: MakeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     out, begun = str(tmp_path / "out"), Begun()
-    first: Any = hugging_face(tmp_path / "out", TrinitySyncCallback(tmp_path / "unused"), stop=4)
+    first: Any = hugging_face(callback("unused"), stop=4)
     first.pop_callback(TrinitySyncCallback)
     first.train()
     line = f"saves.latest() or get_last_checkpoint({out!r})"
     for resumes in (False, True):
-        saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-        trainer = hugging_face(tmp_path / "out", saves, stop=6 if resumes else 1)
+        saves = callback()
+        trainer = hugging_face(saves, stop=6 if resumes else 1)
         trainer.add_callback(begun)
         caplog.clear()
         trainer.train(
@@ -240,10 +243,9 @@ def test_a_training_that_has_checkpoints_of_trainer_is_told_how_to_go_on_from_th
         assert (line in caplog.text) is not resumes
     assert differences(dict(first.model.state_dict()), begun.weights) == []
     assert max(steps_on_disk(tmp_path / "ckpts")) == 6
-    again = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
     with pytest.raises(ConfigError, match=r"of step 4, .* has step 6: resume with .*latest\(\)"):
-        hugging_face(tmp_path / "out", again).train(resume_from_checkpoint=True)
-    without = hugging_face(tmp_path / "out", saves)
+        hugging_face(callback()).train(resume_from_checkpoint=True)
+    without = hugging_face(saves)
     without.pop_callback(TrinitySyncCallback)
     without.add_callback(begun)
     without.train(resume_from_checkpoint=saves.latest())
@@ -281,11 +283,11 @@ class WithMoments(Trainer):
 
 
 def test_what_a_subclass_also_saves_is_resumed_as_from_trainers_own_checkpoint(
-    one_thread: None, tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     def make(name: str, stop: int = 99) -> tuple[Trainer, TrinitySyncCallback]:
-        saves = TrinitySyncCallback(tmp_path / name, **commit_here(tmp_path, spool_folder))
-        return hugging_face(tmp_path / f"{name}-out", saves, stop, of=WithMoments), saves
+        saves = callback(name)
+        return hugging_face(saves, stop, of=WithMoments, out=f"{name}-out"), saves
 
     def state(trainer: Any) -> dict[str, Any]:
         return {**state_of(trainer), "moments": trainer.moments, "models": trainer.saved_models}
@@ -317,16 +319,14 @@ class ReplacesSaves(Trainer):
         super()._save_checkpoint(*args, **kwargs)
 
 
-def test_what_a_subclass_saves_in_its_own_way_is_refused_by_name(
-    tmp_path: Path, spool_folder: Path
-) -> None:
+def test_what_a_subclass_saves_in_its_own_way_is_refused_by_name(callback: MakeCallback) -> None:
     for of, told in (
         (ReplacesSaves, r"not save what ReplacesSaves\._save_checkpoint may save"),
         (WritesAll, r"step 2: WritesAll writes model\.safetensors, which cannot be saved"),
     ):
-        saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+        saves = callback()
         with pytest.raises(ConfigError, match=told):
-            hugging_face(tmp_path / "out", saves, of=of).train()
+            hugging_face(saves, of=of).train()
 
 
 class ReadsCheckpoints(TrainerCallback):
@@ -347,10 +347,10 @@ class ReadsCheckpoints(TrainerCallback):
 
 
 def test_a_callback_that_reads_the_checkpoint_of_a_save_finds_it_committed(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    trainer, reads = hugging_face(tmp_path / "out", saves, 4), ReadsCheckpoints()
+    saves = callback()
+    trainer, reads = hugging_face(saves, 4), ReadsCheckpoints()
     trainer.add_callback(reads)
     trainer.train()
     assert sorted(reads.read) == [2, 4]
@@ -375,10 +375,10 @@ class At(TrainerCallback):
 
 
 def test_a_copy_of_a_callback_that_saves_has_saves_of_its_own(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder, Copied()))
-    trainer, copies = hugging_face(tmp_path / "out", saves, 4), []
+    saves = callback(trigger=Copied())
+    trainer, copies = hugging_face(saves, 4), []
     trainer.add_callback(At(3, lambda: copies.append(pickle.loads(pickle.dumps(saves)))))
     trainer.train()
     assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
@@ -388,27 +388,27 @@ def test_a_copy_of_a_callback_that_saves_has_saves_of_its_own(
 
 
 def test_another_reader_of_the_newest_step_does_not_supersede_the_training(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     root = tmp_path / "ckpts"
     read = []
 
     def look() -> None:
         saves._get_saves().wait_all()
-        other = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+        other = callback()
         read.append(other.latest())
         other._get_saves().close()
 
-    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
-    trainer = hugging_face(tmp_path / "out", saves, stop=6)
+    saves = callback()
+    trainer = hugging_face(saves, stop=6)
     trainer.add_callback(At(3, look))
     trainer.train()
     assert read[0].endswith("checkpoint-2")
     assert steps_on_disk(root) == [2, 4, 6]
     assert read_run_number(root, 6) == 1
 
-    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
-    resumed = hugging_face(tmp_path / "out", saves, stop=8)
+    saves = callback()
+    resumed = hugging_face(saves, stop=8)
     resumed.train(resume_from_checkpoint=saves.latest())
     assert [(run.number, run.resumed_from) for run in list_known_runs(root)][-1] == (2, 6)
 
@@ -418,14 +418,14 @@ def interrupt() -> None:
 
 
 def test_a_hugging_face_training_that_raised_goes_on_with_the_same_callback(
-    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, callback: MakeCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRINITY_SYNC_RUN_KEY", "of-the-process")
     root = tmp_path / "ckpts"
-    saves = TrinitySyncCallback(root, **commit_here(tmp_path, spool_folder))
+    saves = callback()
 
     def train(stop: int, resume: bool, interrupted_at: int = 99) -> None:
-        trainer = hugging_face(tmp_path / "out", saves, stop, save_total_limit=None)
+        trainer = hugging_face(saves, stop, save_total_limit=None)
         trainer.add_callback(At(interrupted_at, interrupt))
         trainer.train(resume_from_checkpoint=saves.latest() if resume else None)
 
@@ -444,50 +444,44 @@ def test_a_hugging_face_training_that_raised_goes_on_with_the_same_callback(
 
 
 def test_a_batch_that_does_not_fit_begins_the_training_again(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     def exhaust() -> None:
         if exhausted:
             raise RuntimeError(exhausted.pop())
 
     exhausted = ["CUDA out of memory."]
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    trainer = hugging_face(tmp_path / "out", saves, 4, auto_find_batch_size=True)
+    saves = callback()
+    trainer = hugging_face(saves, 4, auto_find_batch_size=True)
     trainer.add_callback(At(3, exhaust))
     trainer.train()
     assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
     assert read_run_number(tmp_path / "ckpts", 2) == 2
 
 
-def test_two_callbacks_of_a_trainer_are_refused_before_training(
-    tmp_path: Path, spool_folder: Path
-) -> None:
-    first, second = (
-        TrinitySyncCallback(tmp_path / name, **commit_here(tmp_path, spool_folder)) for name in "ab"
-    )
-    trainer = hugging_face(tmp_path / "out", first)
+def test_two_callbacks_of_a_trainer_are_refused_before_training(callback: MakeCallback) -> None:
+    first, second = (callback(name) for name in "ab")
+    trainer = hugging_face(first)
     trainer.add_callback(second)
     with pytest.raises(ConfigError, match=r"this one has 2 \(/.*/a, /.*/b\)"):
         trainer.train()
 
 
 def test_a_trainer_without_the_callback_loads_by_the_names_of_its_parameters(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    trainer = hugging_face(tmp_path / "out", saves)
+    saves = callback()
+    trainer = hugging_face(saves)
     trainer.remove_callback(saves)
     trainer.save_model(str(tmp_path / "saved"))
     trainer._load_from_checkpoint(resume_from_checkpoint=str(tmp_path / "saved"))
     trainer._load_optimizer_and_scheduler(checkpoint=None)
 
 
-def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
-    tmp_path: Path, spool_folder: Path
-) -> None:
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder, Fails()))
+def test_a_hugging_face_training_ends_with_the_failure_of_a_save(callback: MakeCallback) -> None:
+    saves = callback(trigger=Fails())
     with pytest.raises(SaveFailedError, match="the disk is full"):
-        hugging_face(tmp_path / "out", saves, stop=2).train()
+        hugging_face(saves, stop=2).train()
 
 
 @pytest.mark.parametrize(
@@ -498,18 +492,14 @@ def test_a_hugging_face_training_ends_with_the_failure_of_a_save(
     ],
 )
 def test_what_is_not_saved_is_refused_before_training(
-    tmp_path: Path,
-    spool_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, Any],
-    told: str,
+    callback: MakeCallback, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], told: str
 ) -> None:
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda *a, **k: None)
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    saves = callback()
     with pytest.raises(ConfigError, match=f"does not save with {re.escape(told)}; leave"):
-        hugging_face(tmp_path / "out", saves, **given)
+        hugging_face(saves, **given)
     if "push_to_hub" in given:
-        hugging_face(tmp_path / "out", saves, **given, hub_strategy="end")
+        hugging_face(saves, **given, hub_strategy="end")
 
 
 def test_fsdp_of_an_accelerate_that_knows_version_1_alone_is_refused(
@@ -553,18 +543,16 @@ class Evaluated(TrainerCallback):
 
 
 def evaluated(
-    tmp_path: Path,
-    spool: Path,
+    callback: MakeCallback,
     *,
     stop: int = 99,
     trigger: CommitsHere | None = None,
     **arguments: Any,
 ) -> tuple[Trainer, Evaluated, TrinitySyncCallback]:
     trigger = trigger or CommitsHere()
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool, trigger))
+    saves = callback(trigger=trigger)
     seen = Evaluated(saves, trigger)
     trainer = hugging_face(
-        tmp_path / "out",
         saves,
         stop,
         **{
@@ -580,21 +568,21 @@ def evaluated(
 
 
 def test_the_best_step_is_kept_and_loaded_at_the_end_also_after_a_resume(
-    one_thread: None, tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     root = tmp_path / "ckpts"
     asked = {"load_best_model_at_end": True, "save_total_limit": 1}
-    trainer, first, _ = evaluated(tmp_path, spool_folder, stop=6, **asked)
+    trainer, first, _ = evaluated(callback, stop=6, **asked)
     trainer.train()
     assert differences(dict(trainer.model.state_dict()), first.weights[4]) == []
     assert steps_on_disk(root) == [4, 6]
 
-    trainer, second, saves = evaluated(tmp_path, spool_folder, stop=7, **asked)
+    trainer, second, saves = evaluated(callback, stop=7, **asked)
     trainer.train(resume_from_checkpoint=saves.latest())  # nothing is better than in the first run
     assert trainer.state.best_metric == SCORES[4]
     assert differences(dict(trainer.model.state_dict()), first.weights[4]) == []
 
-    trainer, second, saves = evaluated(tmp_path, spool_folder, **asked)
+    trainer, second, saves = evaluated(callback, **asked)
     trainer.train(resume_from_checkpoint=saves.latest())
     assert min(second.weights) == 8
     assert differences(dict(trainer.model.state_dict()), second.weights[8]) == []
@@ -621,9 +609,9 @@ def best_pins(root: Path) -> list[int]:
 
 
 def test_if_the_best_step_was_not_saved_the_best_before_it_is_loaded(
-    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, callback: MakeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer, seen, _ = evaluated(tmp_path, spool_folder, stop=10, trigger=FailsAt(8), **LOADS_BEST)
+    trainer, seen, _ = evaluated(callback, stop=10, trigger=FailsAt(8), **LOADS_BEST)
     trainer.train()
     assert "the disk is full" in seen.failed[0]
     assert differences(dict(trainer.model.state_dict()), seen.weights[4]) == []
@@ -632,9 +620,9 @@ def test_if_the_best_step_was_not_saved_the_best_before_it_is_loaded(
 
 
 def test_without_any_best_step_the_weights_stay_as_they_are(
-    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+    callback: MakeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer, seen, _ = evaluated(tmp_path, spool_folder, stop=2, trigger=FailsAt(2), **LOADS_BEST)
+    trainer, seen, _ = evaluated(callback, stop=2, trigger=FailsAt(2), **LOADS_BEST)
     trainer.train()
     assert differences(dict(trainer.model.state_dict()), seen.weights[2]) == []
     assert "weights stay those of step 2" in caplog.text
@@ -642,14 +630,14 @@ def test_without_any_best_step_the_weights_stay_as_they_are(
 
 
 def test_a_best_checkpoint_that_trainer_itself_has_saved_is_loaded_by_it(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
-    trainer, first, saves = evaluated(tmp_path, spool_folder, stop=4, **LOADS_BEST)
+    trainer, first, saves = evaluated(callback, stop=4, **LOADS_BEST)
     trainer.remove_callback(saves)
     trainer.train()
     saves.on_train_end(None, None, None)
 
-    trainer, second, _ = evaluated(tmp_path, spool_folder, stop=7, **LOADS_BEST)
+    trainer, second, _ = evaluated(callback, stop=7, **LOADS_BEST)
     trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
     assert sorted(second.weights) == steps_on_disk(tmp_path / "ckpts") == [6]
     assert differences(dict(trainer.model.state_dict()), first.weights[4]) == []
@@ -657,24 +645,24 @@ def test_a_best_checkpoint_that_trainer_itself_has_saved_is_loaded_by_it(
 
 
 def test_what_trainer_has_saved_before_stays_if_the_best_step_is_not_to_be_loaded(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     (tmp_path / "out/checkpoint-1").mkdir(parents=True)
-    trainer, _, _ = evaluated(tmp_path, spool_folder, stop=2, save_total_limit=1)
+    trainer, _, _ = evaluated(callback, stop=2, save_total_limit=1)
     trainer.train()
     assert trainer.state.best_global_step == 2
     assert trainer.state.best_model_checkpoint is None
 
 
 def test_the_best_step_is_pinned_once(
-    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, callback: MakeCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned, read = [], []
     monkeypatch.setattr(trainer_saves, "pin_ahead", lambda *a: (pinned.append(a[1]), pin_ahead(*a)))
     monkeypatch.setattr(
         trainer_saves, "read_manifest", lambda *a, **k: read.append(a[1]) or read_manifest(*a, **k)
     )
-    trainer, _, _ = evaluated(tmp_path, spool_folder, **LOADS_BEST)
+    trainer, _, _ = evaluated(callback, **LOADS_BEST)
     trainer.add_callback(At(12, lambda: pinned.append(read[:])))
     trainer.train()
     assert pinned == [2, 4, 8, [4, 8]]  # step 2 was not looked at again: step 4 was better
@@ -684,7 +672,7 @@ def test_the_best_step_is_pinned_once(
 @pytest.mark.parametrize("lasts", [False, True])
 def test_a_pin_that_cannot_be_written_is_written_later_or_ends_the_training(
     tmp_path: Path,
-    spool_folder: Path,
+    callback: MakeCallback,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     lasts: bool,
@@ -697,7 +685,7 @@ def test_a_pin_that_cannot_be_written_is_written_later_or_ends_the_training(
         pin_ahead(*arguments)
 
     monkeypatch.setattr(trainer_saves, "pin_ahead", fail)
-    trainer, seen, saves = evaluated(tmp_path, spool_folder, stop=8, **LOADS_BEST)
+    trainer, seen, saves = evaluated(callback, stop=8, **LOADS_BEST)
     if lasts:
         with pytest.raises(CommitError, match=r"repair .*/pins and resume"):
             trainer.train()
@@ -709,19 +697,17 @@ def test_a_pin_that_cannot_be_written_is_written_later_or_ends_the_training(
     assert "the best step 2 of" in caplog.text
 
 
-def test_save_strategy_best_saves_what_is_better(tmp_path: Path, spool_folder: Path) -> None:
-    trainer, seen, _ = evaluated(
-        tmp_path, spool_folder, save_strategy="best", save_total_limit=None
-    )
+def test_save_strategy_best_saves_what_is_better(tmp_path: Path, callback: MakeCallback) -> None:
+    trainer, seen, _ = evaluated(callback, save_strategy="best", save_total_limit=None)
     trainer.train()
     assert sorted(seen.weights) == steps_on_disk(tmp_path / "ckpts") == [2, 4, 8]
 
 
 def test_what_is_logged_at_a_step_decides_what_a_policy_keeps(
-    tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback, spool_folder: Path
 ) -> None:
     root = tmp_path / "ckpts"
-    trainer, _, _ = evaluated(tmp_path, spool_folder, save_total_limit=None)
+    trainer, _, _ = evaluated(callback, save_total_limit=None)
     trainer.train()
     recorded = read_metrics(root, 1, 4)
     logged = next(
@@ -740,14 +726,14 @@ def test_what_is_logged_at_a_step_decides_what_a_policy_keeps(
 
 
 def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
-    one_thread: None, tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
     def train(
         root: str, stop: int = 99, resume: bool = False
     ) -> tuple[Trainer, TrinitySyncCallback]:
-        saves = TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder))
+        saves = callback(root)
         adapter = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
-        trainer = hugging_face(tmp_path / "out", saves, stop, adapter)
+        trainer = hugging_face(saves, stop, adapter)
         trainer.train(resume_from_checkpoint=saves.latest() if resume else None)
         return trainer, saves
 
@@ -760,9 +746,7 @@ def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
     assert resumed.state.global_step == 12
     assert differences(state_of(whole), state_of(resumed)) == []
 
-    plain = hugging_face(
-        tmp_path / "out", TrinitySyncCallback(tmp_path / "none"), stop=1
-    ).model  # the base of the same seed
+    plain = hugging_face(callback("none"), stop=1).model  # the base of the same seed
     newest, trained = saves.latest(), dict(get_peft_model_state_dict(resumed.model))
     export_step(tmp_path / "ckpts", 12, to=tmp_path / "exported")
     for folder in (newest, tmp_path / "exported/lora_adapter"):
@@ -773,12 +757,12 @@ def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
 
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_a_second_adapter_as_trl_adds_it_is_saved_and_resumed_bit_equal(
-    one_thread: None, tmp_path: Path, spool_folder: Path, is_frozen: bool
+    callback: MakeCallback, is_frozen: bool
 ) -> None:
     def make(stop: int, root: str = "ckpts", ref: float = 0.0) -> Any:
-        saves = TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder))
+        saves = callback(root)
         torch.manual_seed(0)
-        base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+        base = make_gpt2()
         config = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
         model: Any = get_peft_model(base, config)
         model.add_adapter("ref", model.peft_config["default"])  # GRPOTrainer of TRL 1.16
@@ -787,7 +771,7 @@ def test_a_second_adapter_as_trl_adds_it_is_saved_and_resumed_bit_equal(
                 copy = model.get_parameter(name.replace(".default.", ".ref."))
                 copy.data.copy_(parameter.data + ref)
                 copy.requires_grad_(not is_frozen)
-        return saves, hugging_face(tmp_path / "out", saves, stop, model=model)
+        return saves, hugging_face(saves, stop, model=model)
 
     _, whole = make(99, "whole", ref=0.25)
     whole.train()
@@ -810,15 +794,13 @@ def test_a_second_adapter_as_trl_adds_it_is_saved_and_resumed_bit_equal(
 
 @pytest.mark.parametrize("other", ["lora_alpha", "rank", "width"])
 def test_a_step_of_another_model_or_adapter_is_refused_before_anything_is_loaded(
-    tmp_path: Path, spool_folder: Path, other: str
+    callback: MakeCallback, other: str
 ) -> None:
     def make(stop: int, rank: int = 2, alpha: int = 8, width: int = 16) -> Any:
-        saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=width, n_layer=1, n_head=2))
+        saves = callback()
+        model = make_gpt2(n_embd=width)
         adapter = LoraConfig(r=rank, lora_alpha=alpha, target_modules=["c_attn"])
-        return saves, hugging_face(
-            tmp_path / "out", saves, stop, None if other == "width" else adapter, model=model
-        )
+        return saves, hugging_face(saves, stop, None if other == "width" else adapter, model=model)
 
     make(2)[1].train()
     changed = {"lora_alpha": {"alpha": 16}, "rank": {"rank": 4}, "width": {"width": 32}}[other]
@@ -834,18 +816,16 @@ def test_a_step_of_another_model_or_adapter_is_refused_before_anything_is_loaded
 
 
 def test_an_adapter_of_transformers_is_saved_alone_read_by_it_and_resumed_bit_equal(
-    one_thread: None, tmp_path: Path, spool_folder: Path
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
-    hugging_face(tmp_path, TrinitySyncCallback(tmp_path / "none")).model.save_pretrained(
-        tmp_path / "base"
-    )
+    hugging_face(callback("none")).model.save_pretrained(tmp_path / "base")
 
     def train(root: str, stop: int = 99, **how: Any) -> tuple[Trainer, TrinitySyncCallback]:
-        saves = TrinitySyncCallback(tmp_path / root, **commit_here(tmp_path, spool_folder))
+        saves = callback(root)
         model = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
         torch.manual_seed(0)
         model.add_adapter(LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-        trainer = hugging_face(tmp_path / "out", saves, stop, model=model, **how)
+        trainer = hugging_face(saves, stop, model=model, **how)
         trainer.train(resume_from_checkpoint=saves.latest())
         return trainer, saves
 
@@ -866,26 +846,22 @@ def test_an_adapter_of_transformers_is_saved_alone_read_by_it_and_resumed_bit_eq
 
 
 def test_what_is_trained_beside_an_adapter_of_transformers_is_refused_by_name(
-    tmp_path: Path,
+    callback: MakeCallback,
 ) -> None:
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
-    )
+    model = make_gpt2()
     model.add_adapter(LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     model.transformer.ln_f.requires_grad_(True)
     with pytest.raises(ConfigError, match="trained parameters beside add_adapter"):
-        hugging_face(tmp_path / "out", TrinitySyncCallback(tmp_path / "ckpts"), model=model)
+        hugging_face(callback(), model=model)
 
 
 def test_a_model_of_other_tensors_than_its_class_is_saved_without_a_config(
-    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+    callback: MakeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
-    )
+    model = make_gpt2()
     weight_norm(model.transformer.h[0].mlp.c_fc, "weight")
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    trainer = hugging_face(tmp_path / "out", saves, 2, model=model)
+    saves = callback()
+    trainer = hugging_face(saves, 2, model=model)
     trainer.train()
     newest = saves.latest()
     assert newest
@@ -893,21 +869,21 @@ def test_a_model_of_other_tensors_than_its_class_is_saved_without_a_config(
     assert "without the config of the model: transformer.h.0.mlp.c_fc.param" in caplog.text
     with pytest.raises(ValueError, match=r"config\.json"):
         AutoModelForCausalLM.from_pretrained(newest)
-    again = hugging_face(tmp_path / "out", saves, 4, model=model)
+    again = hugging_face(saves, 4, model=model)
     again.train(resume_from_checkpoint=newest)
 
 
 def test_the_hub_is_not_asked_about_the_base_model_at_a_save(
-    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, callback: MakeCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*arguments: Any, **named: Any) -> None:
         raise AssertionError("the Hub is asked")
 
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", ask)
     monkeypatch.setattr("httpx.Client.send", ask)
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    saves = callback()
     adapter = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    trainer = hugging_face(tmp_path / "out", saves, 2, adapter)
+    trainer = hugging_face(saves, 2, adapter)
     adapter.base_model_name_or_path = "nobody/not-in-the-cache"
     trainer.train()
     saved = next((tmp_path / "ckpts/global_step_2/actor").glob("model*"))
@@ -956,10 +932,10 @@ class Unpicklable(torch.nn.Linear):
 
 
 def test_uploaded_weights_reach_a_reader_or_raise(
-    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
+    callback: MakeCallback, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    saves = callback()
     model, read = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     saves.upload(7, model)
     with WeightReader(root=saves.root, name="test") as reader:
@@ -979,10 +955,10 @@ class Trial(dict[str, Any]):
 
 
 def test_each_trial_of_a_hyperparameter_search_has_a_root_of_its_own(
-    tmp_path: Path, spool_folder: Path, one_thread: None
+    tmp_path: Path, callback: MakeCallback
 ) -> None:
-    saves = TrinitySyncCallback(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    trainer = hugging_face(tmp_path / "out", saves, stop=4)
+    saves = callback()
+    trainer = hugging_face(saves, stop=4)
     trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: {}
     trainer.hp_name = None
     for number in (0, 1):
