@@ -6,10 +6,6 @@ the trainer gathers one tensor at a time, and can give up before each bucket.
 
 A bucket is a buffer into which many tensors are copied, or a larger tensor itself; two buffers
 alternate, one being filled, or read, while the other is in flight.
-
-On GPUs both sides compute a checksum of each bucket, which costs nothing there: the next header
-has the sender's, and a receiver yields no tensor before the two were compared. On CPUs a checksum
-costs a quarter of the broadcast, and TCP has its own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,27 +59,23 @@ def iter_buckets(
         yield group.get_buffer(index, nbytes)[:nbytes], records
 
 
-def iter_received(group: WeightGroup, checksum: bool) -> Iterator[Named]:
+def iter_received(group: WeightGroup) -> Iterator[Named]:
     """Yield names and tensors as they arrive, which are views of buffers.
 
     A bucket is yielded once the receive of the next one is posted, in the other of two buffers.
 
     Raises:
-        WeightSyncError: a member died, failed or did not send in time, or a checksum differs.
+        WeightSyncError: a member died, failed or did not send in time.
     """
-    expected: torch.Tensor | int = 0
     previous: Iterable[Named] = ()
     for buffer in cycle((0, 1)):
         header = group.receive_header()
-        if header["sum"] != int(expected):
-            raise group.fail("a bucket was altered in transit")
         if "tensors" not in header:
             break
         payload = group.get_buffer(buffer, header["nbytes"])[: header["nbytes"]]
         works = _start_bucket(group, payload)
         yield from previous
         group.wait(works)
-        expected = compute_checksum(payload) if checksum else 0
         previous = _iter_tensors(header["tensors"], payload)
     yield from previous
 
@@ -102,14 +94,6 @@ def _iter_tensors(records: Iterable[Any], payload: torch.Tensor) -> Iterator[Nam
         at += _align(size)
 
 
-def compute_checksum(bucket: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all bits, which costs a GPU nothing and a CPU less than a copy."""
-    if bucket.storage_offset() % 8:  # not aligned to 64-bit words
-        bucket = bucket.clone()
-    words = len(bucket) // 8 * 8
-    return bucket[:words].view(torch.int64).sum() + bucket[words:].sum()
-
-
 def _align(size: int) -> int:
     return -size % ALIGNMENT + size
 
@@ -120,7 +104,6 @@ def send_weights(
     *,
     version: int,
     bucket_bytes: int = BUCKET_BYTES,
-    checksum: bool | None = None,
 ) -> int:
     """Send every tensor once, and wait until all members have confirmed that they have them all.
 
@@ -131,7 +114,6 @@ def send_weights(
         version: the trainer's step, which is sent to the receivers.
         bucket_bytes: bytes that are sent at a time, unless a tensor is larger; each side keeps two
             buckets.
-        checksum: compare a checksum of each bucket; by default on GPUs only.
 
     Returns:
         Number of bytes sent, without headers.
@@ -144,17 +126,13 @@ def send_weights(
     _require_member(group, sends=True)
     if bucket_bytes < ALIGNMENT:
         raise ConfigError(f"a bucket of {bucket_bytes} bytes is too small; use some MiB")
-    checksum = group.device.type == "cuda" if checksum is None else checksum
-    previous: torch.Tensor | int = 0
-    """Checksum of the bucket sent last."""
     count = total = 0
     in_flight = list[Any]()
     try:
-        group.send_header(version=index(version), checksum=checksum)
+        group.send_header(version=index(version))
         for bucket, records in iter_buckets(params, group, bucket_bytes):
-            group.send_header(tensors=records, nbytes=len(bucket), sum=int(previous))
+            group.send_header(tensors=records, nbytes=len(bucket))
             works = _start_bucket(group, bucket)
-            previous = compute_checksum(bucket) if checksum else 0
             group.wait(in_flight)
             in_flight = works
             if len(bucket) > bucket_bytes:  # a tensor's own memory, which may change now
@@ -163,7 +141,7 @@ def send_weights(
             count += len(records)
             total += sum(size for *_, size in records)
         group.wait(in_flight)
-        group.send_header(sum=int(previous))
+        group.send_header(end=True)
         group.barrier()
     except BaseException as error:
         group.fail(f"the trainer gave up after {count} tensors of version {version}: {error!r}")
@@ -191,12 +169,12 @@ def receive_weights(group: WeightGroup) -> Iterator[tuple[int, Iterator[Named]]]
 
     Raises:
         ConfigError: this is rank 0.
-        WeightSyncError: at any point: a member died, failed or was too slow, or data was altered in
-            transit. The tensors received so far must not be used.
+        WeightSyncError: at any point: a member died, failed or was too slow. The tensors
+            received so far must not be used.
     """
     _require_member(group, sends=False)
     header = group.receive_header()
-    version, tensors = header["version"], iter_received(group, header["checksum"])
+    version, tensors = header["version"], iter_received(group)
     try:
         yield version, tensors
     except BaseException as error:
