@@ -8,7 +8,7 @@ A bucket is a buffer into which many tensors are copied, or a larger tensor itse
 alternate, one being filled, or read, while the other is in flight.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import cycle
 from operator import index
@@ -59,7 +59,7 @@ def iter_buckets(
         yield group.get_buffer(index, nbytes)[:nbytes], records
 
 
-def iter_received(group: WeightGroup) -> Iterator[Named]:
+def iter_received(group: WeightGroup) -> Generator[Named, None, None]:
     """Yield names and tensors as they arrive, which are views of buffers.
 
     A bucket is yielded once the receive of the next one is posted, in the other of two buffers.
@@ -178,6 +178,7 @@ def receive_weights(group: WeightGroup) -> Iterator[tuple[int, Iterator[Named]]]
     try:
         yield version, tensors
     except BaseException as error:
+        tensors.close()  # the traceback would keep its calls, and they the connections
         is_ours = isinstance(error, WeightSyncError)
         group.fail(str(error) if is_ours else f"it could not take version {version}: {error!r}")
         raise

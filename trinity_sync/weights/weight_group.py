@@ -19,6 +19,7 @@ The NCCL side has not run on a GPU yet.
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ HEARD_LIMIT = timedelta(seconds=5)
 BROADCAST_FRACTION = 0.75
 """Part of the time-out that a broadcast may take; the rest is for the roll call."""
 WORK_POLL_S, STORE_POLL_S = 0.001, 1.0
-"""Seconds between two polls for the end of an NCCL call, as in torch, and for failed members."""
+"""Seconds between two polls for the end of a call, as in torch for NCCL, and for failed members."""
 
 
 class WeightGroup:
@@ -48,7 +49,7 @@ class WeightGroup:
     have to join a new one.
 
     A broadcast and the roll call after its failure take at most ``timeout_s``. NCCL does not notice
-    failed members, so with it the store is polled while waiting.
+    failed members, and gloo not all of them, so the store is polled while waiting.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class WeightGroup:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.timeout_s = timeout_s
         self._backend, self._store = backend, cast(Any, store)
-        self._watched = device.type == "cuda"
         self._headers = 0
         """Number of headers that were sent and read."""
         self._unread: list[str] = []
@@ -132,8 +132,7 @@ class WeightGroup:
         """
         for work in works:
             try:
-                if self._watched:
-                    self._poll(work)
+                self._poll(work)
                 work.wait(self._limit)
             except RuntimeError as error:
                 raise self.fail(first_line(error)) from error
@@ -176,7 +175,7 @@ class WeightGroup:
         return self._broken_error()
 
     def _poll(self, work: Any) -> None:
-        """Wait until the work or another member has ended: NCCL does not notice the latter."""
+        """Wait until the work or another member has ended, which no back end always notices."""
         began = checked = time.monotonic()
         while not work.is_completed() and checked < began + self._limit.total_seconds():
             time.sleep(WORK_POLL_S)
@@ -206,7 +205,9 @@ class WeightGroup:
     def _abort(self) -> None:
         if self._backend is not None:
             self._backend.abort()
-            self._backend = None
+            last, self._backend = [self._backend], None
+            # gloo's destructor waits for calls that other members will not answer
+            threading.Thread(target=last.clear).start()
 
     @property
     def _header_key(self) -> str:
