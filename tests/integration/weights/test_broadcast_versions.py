@@ -15,7 +15,7 @@ from trinity_sync import WeightSyncError
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.weight_group import WeightGroupHost, join_weight_group
 
-ASK_S = 60.0
+ASK_S = 240.0
 
 
 def ask(reference: Any) -> Any:
