@@ -41,7 +41,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.orchestration import metrics, on_node
 from trinity_sync.orchestration.on_node import Outcome, persist_node
-from trinity_sync.orchestration.recovery.flow_runs import try_tell
+from trinity_sync.orchestration.recovery.flow_runs import WAITING, try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
@@ -361,7 +361,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     try:
         await drive(driver)
     except RootAwayError as error:
-        return Crashed(name="Waiting for its root", message=str(error))
+        return Crashed(name=WAITING, message=str(error))
     except Exception as error:
         outcome = metrics.get_outcome(error)
         if outcome == "failed":

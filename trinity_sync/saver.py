@@ -31,7 +31,6 @@ from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_
 from trinity_sync.saves.pending_save import is_committed
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save import is_being_written
@@ -177,14 +176,9 @@ class Saver:
 
     def _is_away(self, job: JobSpool) -> bool:
         """Return whether this process does not see a job's root, and tell the job's processes."""
-        why = explain_away(job.read_root(), job.folder.name)
+        why = job.tell_away()
         waits = any(not image.failed for image in job.tickets()[0])
         with suppress(OSError), self._lock:  # shared memory is full
-            if not why:
-                job.away.unlink(missing_ok=True)
-            elif not job.away.exists():
-                logger.warning("%s Until then, or a later start, %s waits.", why, job.folder)
-                replace_file(job.away, why, sync=False)
             waits = bool(why) and waits and time.time() < job.away.stat().st_mtime + PATIENCE_S
             self._waiting[job.folder] = waits
         return bool(why)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from trinity_sync.client.attachments import attachment_path
-from trinity_sync.errors import ConfigError, ManifestError
-from trinity_sync.layout import KINDS, Kind, check_choice, check_number, check_root
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.errors import ConfigError, ManifestError, RootAwayError
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, check_choice, check_number, check_root
+from trinity_sync.snapshot.job_identity import explain_away, read_identity
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
@@ -196,6 +196,7 @@ class Checkpoints:
             ConfigError: a value is not a number, a name is empty or has ``:``, ``=`` or a comma, or
                 the root cannot be written.
             CommitError: another run has replaced the step: nothing is recorded.
+            RootAwayError: the root is not there, and is not created.
             LockTimeoutError: other processes record metrics for a minute.
         """
         step = check_number("step", step)
@@ -222,6 +223,8 @@ class Checkpoints:
         with suppress(ManifestError):
             if manifest := read_manifest(self.root, step, ranks=()):
                 return self._name(manifest).run
+        if not (self.root / PRIVATE_FOLDER).exists():
+            raise RootAwayError(explain_away(self.root, f"of step {step}"))
         found = self._found.get(step)
         if found and is_run_gone(self.root, found.run, found.run_key):
             require_run(self.root, None, found, CALL_AGAIN)

@@ -310,7 +310,7 @@ def commit_step(
     return Committed(
         describe_commit(request, manifest, written),
         summarize_commit(request, manifest),
-        pipeline.find_follows(request),
+        pipeline.find_follows(request, found),
         by_saver,
         manifest.timings[0],
         manifest.alarms,

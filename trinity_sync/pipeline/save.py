@@ -248,12 +248,9 @@ def copy_missing_steps(root: str, step: int, url: str) -> RemovalPlan:
     return RemovalPlan((), (), {})
 
 
-def find_follows(request: SaveRequest) -> Follows:
-    """Return what follows the commit of a save."""
-    manifest, job = (
-        read_run_head(request.root, request.run, request.step),
-        read_job_settings(request.root),
-    )
+def find_follows(request: SaveRequest, manifest: Manifest | None) -> Follows:
+    """Return what follows the commit of a save, whose manifest `read_run_head` has read."""
+    job = read_job_settings(request.root)
     is_checkpoint = request.kind == "checkpoint"
     return Follows(
         exports=bool(manifest and manifest.exports),
@@ -350,7 +347,8 @@ class SaverDriver(Driver):
             persisted = [*persisted, *theirs]
         arguments = request, persisted, self._shards, self._writing, self._started_at, time.time()
         commit_images(*arguments, by_saver=True)
-        self.follows = find_follows(request)
+        head = read_run_head(request.root, request.run, request.step)
+        self.follows = find_follows(request, head)
 
     def _await_commit(self) -> None:
         if self._together:

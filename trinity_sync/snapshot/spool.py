@@ -14,7 +14,7 @@
         job.json                                the job's root, and the format of the folder
         0f3c9a11d2b7e648.run                    a run has a trainer here; its last commit
         saver, server                           who commits: ``saver_control``, ``save_trigger``
-        away                                    why the saver does not see the job's root
+        away                                    why what commits does not see the root
 
 The client and the stack of a job may be of different releases. So ``job.json`` names the format of
 everything in the folder, and is read before anything else there: a folder of another release is
@@ -169,8 +169,19 @@ class JobSpool:
 
     @property
     def away(self) -> Path:
-        """File in which the saver says why it does not see the job's root, while it does not."""
+        """File in which `tell_away` says why what commits does not see the job's root."""
         return self.folder / "away"
+
+    def tell_away(self) -> str:
+        """Return why this process does not see the job's root, and tell the job's processes."""
+        why = explain_away(self.read_root(), self.folder.name)
+        with suppress(OSError):  # shared memory is full
+            if not why:
+                self.away.unlink(missing_ok=True)
+            elif not self.away.exists():
+                logger.warning("%s Until then, or a later start, %s waits.", why, self.folder)
+                replace_file(self.away, why, sync=False)
+        return why
 
     @property
     def bytes_used(self) -> int:

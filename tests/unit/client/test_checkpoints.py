@@ -15,7 +15,7 @@ from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
 from trinity_sync.cli.commands import app
-from trinity_sync.errors import CommitError, ConfigError, WeightSyncError
+from trinity_sync.errors import CommitError, ConfigError, RootAwayError, WeightSyncError
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.removal import Rules
@@ -186,6 +186,19 @@ def test_metrics_of_a_step_that_is_gone_count_for_the_run_that_made_it(
     open_run(job.root, "another", 0)
     with pytest.raises(CommitError, match="or the root was restored"):
         steps.record_metrics(30, {"reward": 1.0})
+
+
+def test_metrics_create_no_root_that_is_away(job: Job, training: CheckpointCoordinator) -> None:
+    steps = Checkpoints(job.root)
+    assert steps.steps() == [30, 60]
+    away = job.root.rename(job.root.with_name("away"))
+    job.root.mkdir()
+    for step in (60, 70):
+        with pytest.raises(RootAwayError, match=f"job of step {step} is not there. Mount it"):
+            steps.record_metrics(step, {"reward": 1.0})
+    assert run(job, "60", "reward=1").exit_code == 1
+    job.root.rmdir()
+    away.rename(job.root)
 
 
 def test_metrics_of_a_resumed_step_stay_with_the_run_that_saved_it(

@@ -13,7 +13,8 @@ import torch
 
 from tests.unit.formats.test_weight_folder import StateView, model, same, small, weights
 from trinity_sync import FolderReader, WeightFolder
-from trinity_sync.errors import ConfigError, RemoteError, WeightSyncError
+from trinity_sync.errors import ConfigError, LockTimeoutError, RemoteError, WeightSyncError
+from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.weights.folder import bucket as of_bucket
 from trinity_sync.weights.folder import reader as of_reader
 from trinity_sync.weights.folder.bucket import Bucket
@@ -54,6 +55,19 @@ def test_two_readers_with_caches_of_their_own_follow_bit_equal(
     assert {path.name for path in (tmp_path / "one").glob("weight_v*")} == kept - (
         set() if deltas else {"weight_v000005"}
     )
+
+
+def test_a_reader_fetches_nothing_while_another_one_of_its_cache_does(
+    url: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    WeightFolder(url, model, cache=tmp_path / "publisher").publish(StateView(5, small(5)))
+    monkeypatch.setattr(of_bucket, "_LOCK_S", 0.0)
+    with acquire_file_lock(cache / ".reader.lock"):
+        with pytest.raises(LockTimeoutError):
+            FolderReader(url, cache=cache).load()
+        assert [path.name for path in cache.iterdir()] == [".reader.lock"]
+    assert same(FolderReader(url, cache=cache).load(), small(5))
 
 
 def test_a_publisher_on_another_host_goes_on_where_the_last_one_ended(

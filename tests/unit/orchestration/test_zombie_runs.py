@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -17,10 +18,21 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.answers import server, serving
+from tests.support.job import Job
+from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SERVED
+from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.orchestration.recovery import node
-from trinity_sync.orchestration.recovery.flow_runs import ACQUIRED_BY, recover_zombie, retry_crashed
-from trinity_sync.orchestration.recovery.node import NodeRecovery
+from trinity_sync.orchestration.recovery.flow_runs import (
+    ACQUIRED_BY,
+    ATTEMPTS,
+    WAITING,
+    recover_zombie,
+    retry_crashed,
+)
+from trinity_sync.orchestration.recovery.node import NodeRecovery, find_own_saves
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.saves.journal import Entry, Journal, SaveState, append
 from trinity_sync.saves.save_request import SaveRequest
@@ -124,6 +136,36 @@ def test_it_is_begun_again_also_where_another_run_is_executed(spool_folder: Path
     with prefect(*CRASHED) as states, at_work(spool_folder, str(uuid4())):
         begin(spool_folder)
     assert [state["name"] for state in states] == ["AwaitingRetry"]
+
+
+@pytest.mark.parametrize("name", [WAITING, "Crashed"])
+def test_a_run_whose_root_was_away_at_each_start_is_begun_again_as_often_as_needed(
+    spool_folder: Path, name: str
+) -> None:
+    start = ("PENDING", "Pending", DEAD), ("CRASHED", name, "The root is not mounted here.")
+    with prefect(*start * ATTEMPTS) as states:
+        begin(spool_folder)
+    assert [state["name"] for state in states] == ["AwaitingRetry"] * (name == WAITING)
+
+
+def test_a_worker_tells_the_processes_of_a_job_without_a_saver_that_its_root_is_away(
+    job: Job,
+) -> None:
+    (job.spool.folder / SERVED).touch()
+    settings = Settings(spool=job.spool.folder.parent, saver="stack")
+    watcher = CommitWatcher(SaveTrigger(settings), job.spool, rank=1)
+    watcher.follow(job.request(1))
+    away = job.root.rename(job.root.with_name("away"))
+    find_own_saves(job.spool, "")
+    assert not job.spool.away.exists()  # the saver tells what it sees
+    (job.spool.folder / SERVED).unlink()
+    find_own_saves(job.spool, "")
+    with pytest.raises(SaveTimeoutError, match=f"{job.root} is not mounted here"):
+        watcher.wait(time.monotonic())
+    watcher.close()
+    away.rename(job.root)
+    find_own_saves(job.spool, "")
+    assert not job.spool.away.exists()
 
 
 @pytest.mark.parametrize("executed", [True, False])

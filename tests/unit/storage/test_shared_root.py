@@ -30,7 +30,8 @@ from trinity_sync.client.cut import ask_roles
 from trinity_sync.client.init_root import open_root
 from trinity_sync.client.run_context import find_start_key
 from trinity_sync.errors import ConfigError, MissingShardsError, SaveError, TrinitySyncError
-from trinity_sync.formats.safetensors import PROGRESS, open_progress, read_progress
+from trinity_sync.formats import hf_export
+from trinity_sync.formats.safetensors import PROGRESS, ExportProgress, open_progress, read_progress
 from trinity_sync.fs.atomic import make_folder, move, pin_folder, remove_tree
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import (
@@ -74,6 +75,7 @@ from trinity_sync.storage.gc import (
 from trinity_sync.storage.job_settings import record_replicated, write_job_settings
 from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read, list_leases
+from trinity_sync.storage.manifest import FileRecord, write_manifest
 from trinity_sync.storage.metrics import remove_metrics, write_metrics
 from trinity_sync.storage.persist import make_attempt_path
 from trinity_sync.storage.pins import is_pinned, pin, tag, unpin
@@ -403,6 +405,36 @@ def test_a_link_that_takes_the_place_of_a_folder_during_a_download_is_not_follow
         fetch(url, 8, trained.root)
     assert look(private) == before
     assert (tmp_path / "moved" / Path(record.path).name).exists()
+
+
+def test_what_is_removed_later_is_not_removed_where_a_link_of_its_folder_leads(
+    job: Job, tmp_path: Path
+) -> None:
+    elsewhere, private, old = tmp_path / "elsewhere", job.root / PRIVATE_FOLDER, "run0-a.0.jsonl"
+    exported = commit_files(job.root, 1) / "actor/huggingface"
+    manifest = require_committed(job.root, 1)
+    weights = FileRecord("actor/huggingface/thesis.tex", 1, "", "actor", hf_export.COMPONENT)
+    write_manifest(job.root, replace(manifest, files=(*manifest.files, weights)))
+    (private / "outcomes").mkdir()
+    (private / "outcomes" / old).touch()
+    os.utime(private / "outcomes" / old, (0, 0))
+    (exported / "thesis.tex").touch()
+
+    def exchange(folder: Path) -> None:
+        folder.rename(elsewhere / folder.name)
+        folder.symlink_to(elsewhere / folder.name)
+
+    elsewhere.mkdir()
+    exchange(exported)
+    exchange(private / "outcomes")
+    with when_opened(private / "cuts/critic.json", lambda: exchange(private / "cuts")):
+        call([lambda: ask_roles(job.root, "key", 1, ["critic"], timeout_s=0.0)])
+    journal._remove_old(private / "outcomes", 1)
+    nothing = ExportProgress(Path(), {})
+    (said,) = call([lambda: hf_export._add_to_step(job.root, manifest, "actor", nothing)])
+    assert "it is a link" in said
+    for name in ("cuts/request.json", f"outcomes/{old}", "huggingface/thesis.tex"):
+        assert (elsewhere / name).exists(), name
 
 
 @pytest.mark.parametrize("end", ["spare", "trash"])

@@ -53,7 +53,9 @@ from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Maximum number of times that a run is started."""
+"""Maximum number of times that a run is started, while its root is here."""
+WAITING = "Waiting for its root"
+"""Name of the state of a run whose root is away; it is retried once it is back."""
 ACQUIRED_BY = "Acquired by "
 """Prefix of the message of a Pending state, before the process that acquired the run, as
 ``node/pid/start time``."""
@@ -116,7 +118,8 @@ async def _retry_crashed(api: PrefectApi, run_id: UUID, here: str) -> None:
     run = await api.read_flow_run(run_id)
     if run.state.type != "CRASHED":
         return
-    if len(_find_acquisitions(states)) >= ATTEMPTS:
+    waited = sum(state.name == WAITING for state in states)
+    if len(_find_acquisitions(states)) - waited >= ATTEMPTS:
         return
     is_elsewhere = _find_owner(states).partition("/")[0] not in ("", here.partition("/")[0])
     if is_elsewhere and time.time() + api.clock_skew - run.state.since < LATE_S:

@@ -11,6 +11,7 @@ from uuid import UUID
 
 from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_trigger import SERVER
+from trinity_sync.client.saver_control import SERVED
 from trinity_sync.errors import PrefectApiError, RequestRefusedError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
@@ -43,8 +44,11 @@ def find_own_saves(job: JobSpool, server: str) -> list[SaveRequest]:
     """Return what `find_pending_saves` finds, for the stack of a server.
 
     A spool may serve several stacks of a user. The saves of another one are left to it, and taken
-    after `OTHERS_S` where this stack may write their root.
+    after `OTHERS_S` where this stack may write their root. A root that is away is told by a saver
+    that serves the job, otherwise here.
     """
+    if not (job.folder / SERVED).exists():
+        job.tell_away()
     named = ""
     with suppress(OSError):  # no trainer of this release has saved there
         named = (job.folder / SERVER).read_text()
