@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from trinity_sync.adapter import PRIVATE_FOLDER, make_run_key
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
-from trinity_sync.fs.atomic import list_paths
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
     HUGGINGFACE,
@@ -283,7 +282,7 @@ class TrinitySyncCallback(TrainerCallback):
     def _warn_of_other_checkpoints(self, output_dir: str) -> None:
         """Warn of checkpoints that `Trainer` has saved, if a job without steps begins at step 0."""
         found = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-        if found and not list_paths(self.root, "global_step_*"):
+        if found and not any(self.root.glob("global_step_*")):
             logger.warning(
                 "%s has no step, so training begins at step 0, although %s is there. To go on from "
                 "it: %s or get_last_checkpoint(%r), of transformers.trainer_utils",

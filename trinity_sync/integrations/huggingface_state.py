@@ -19,7 +19,6 @@ from trinity_sync.adapter import Manifest, shard_file
 from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.formats.hf_files import require_same_adapter
 from trinity_sync.formats.shard_reader import open_shard, require_same_model
-from trinity_sync.fs.atomic import walk_files
 from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.trainer_saves import MEMORY
 from trinity_sync.snapshot.stager import ATTACHMENTS
@@ -216,7 +215,7 @@ def collect_model_files(trainer: Any) -> dict[str, bytes]:
             except Exception as error:  # of transformers, or of a user's tokenizer
                 logger.warning("checkpoints are saved without %s: %s", what, error)
                 continue
-            for path in walk_files(Path(folder)):
+            for path in filter(Path.is_file, Path(folder).rglob("*")):
                 files[f"{HUGGINGFACE}/{path.relative_to(folder)}"] = path.read_bytes()
     return files
 

@@ -28,6 +28,8 @@ from trinity_sync.weights.committed import _list_weight_files
 MAY_GLOB = {
     "fs/capabilities.py": "what killed probes have left, which the next start removes",
     "fs/process.py": "/proc",
+    "integrations/huggingface.py": "whether there is a step, for a warning",
+    "integrations/huggingface_state.py": "a folder of its own in memory",
     "integrations/lightning.py": "checkpoints of Lightning's own, for a warning",
     "orchestration/worker.py": "files of the stack, which a cleaner should find young",
     "storage/restore.py": "folders of killed processes in /tmp, which may not be readable",
