@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import left_of, processes_of
 from tests.integration.conftest import CommitStep
+from tests.support.forked import run_command
 from tests.support.job import Job
 from trinity_sync import Settings
 from trinity_sync.layout import MANIFEST
@@ -26,10 +27,7 @@ COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
 
 
 def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "COLUMNS": "200", **variables}
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=240
-    )
+    return run_command(*arguments, env={**os.environ, "COLUMNS": "200", **variables})
 
 
 def is_one_sentence(text: str) -> bool:
@@ -48,7 +46,8 @@ def rows_of(done: subprocess.CompletedProcess[str], noun: str = "steps") -> list
 
 
 def test_help_shows_examples_and_imports_nothing_heavy() -> None:
-    done = run("--help", PYTHONPROFILEIMPORTTIME="1")
+    env = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run([*COMMAND, "--help"], env=env, capture_output=True, text=True)
     assert done.returncode == 0
     assert "trinity-sync ls ckpts" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

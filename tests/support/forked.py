@@ -1,10 +1,11 @@
-"""Python programs that run in processes of their own, as ``python -c`` does.
+"""Python programs and the command that run in processes of their own, as ``python -c`` does.
 
 They are forked from a process that has imported torch and the client, which takes a core seconds.
 """
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -18,11 +19,13 @@ from pathlib import Path
 
 import pytest
 
+PRELOADED = ["torch.distributed", "trinity_sync.client.coordinator", "typer"]
+
 
 def get_context() -> ForkServerContext:
     """Return what starts processes; the first call in a process chooses what they have imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "trinity_sync.client.coordinator"])
+    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell it the path
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ensure_running()
@@ -106,3 +109,35 @@ def _run(
     except BaseException:
         traceback.print_exc(file=sys.stdout)
         raise
+
+
+def run_command(
+    *arguments: object, env: Mapping[str, str], timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run ``trinity-sync``; return its exit code and what it has printed."""
+    argv = [*map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = get_context().Process(target=_run_command, args=(argv, dict(env), files))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(argv, timeout)
+        said = [file.read_text() for file in files]
+    return subprocess.CompletedProcess(argv, process.exitcode, *said)
+
+
+def _run_command(argv: list[str], environment: dict[str, str], files: list[Path]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, file in enumerate(files, 1):
+        with file.open("w") as opened:
+            os.dup2(opened.fileno(), descriptor)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
+
+    from trinity_sync import cli
+
+    sys.argv = [str(Path(cli.__file__).with_name("__main__.py")), *argv]
+    cli.main()
