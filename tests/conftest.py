@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.support.database import lay_tables
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState, build_environment
@@ -31,6 +32,7 @@ QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_WAIT_POLICY": "passive",  # next to other tests, threads that spin take a core
     "TRINITY_SYNC_CONFIG": os.devnull,  # not the user's own file
     "TRINITY_SYNC_STACK__SERVER__PORT": "0",
     "TRINITY_SYNC_SAVER": "stack",  # many tests commit what others save, or nothing does
@@ -124,6 +126,8 @@ def running_stack(
         "PREFECT_HOME": str(settings.home / "prefect"),
         **STACK_VARIABLES,
     }
+    if not STACK:
+        lay_tables(settings)
     with environment(own | (more or {})), stopped_if_killed(settings):
         state = started(settings, num_cpus)
         os.environ.update(state.environment)

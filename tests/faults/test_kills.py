@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from tests.faults.slow_save import (
     ray_processes,
 )
 from tests.integration.prefect_api import Api
+from tests.support.forked import Program
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.integrations.dcp import StepReader
@@ -46,8 +45,7 @@ def test_a_save_of_a_trainer_that_is_killed_right_after_submitting_commits(
         """
     )
     environment = {**os.environ, "TRINITY_SYNC_SPOOL": str(stack_settings.spool)}
-    died = subprocess.run([sys.executable, "-c", script, str(root)], env=environment, check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(script, root, env=environment).end(-signal.SIGKILL)
     assert_committed(root, 2)
 
 
@@ -81,9 +79,9 @@ def test_ranks_killed_the_instant_after_dcp_has_staged(
         "TRINITY_SYNC_SPOOL": str(stack_settings.spool),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = [sys.executable, "-c", script, str(root), str(tmp_path / "rendezvous")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(120) for rank in ranks] == [-signal.SIGKILL] * 2
+    arguments = root, tmp_path / "rendezvous"
+    for rank in [Program(script, *arguments, rank, env=environment) for rank in range(2)]:
+        rank.end(-signal.SIGKILL)
     until(lambda: read_manifest(root, 2), "the commit of step 2", 150)
     loaded = {"numbers": torch.zeros(5), "text": ""}
     dcp.load(loaded, storage_reader=StepReader(root, 2), no_dist=True)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.training_with_loader import LAST
+from tests.support.forked import Program
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.restore import load_states
@@ -52,18 +53,14 @@ TRAINING = textwrap.dedent(
 
 def preempted(root: Path, spool: Path, *, server: str, grace_s: float) -> dict[str, Any]:
     """Run the training, send SIGTERM in its midst, and return what its emergency save reports."""
-    training = subprocess.Popen(
-        [sys.executable, "-c", TRAINING, str(root), str(spool), server, str(grace_s)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert training.stdout is not None
-    assert training.stdout.readline() == "1\n"
-    training.send_signal(signal.SIGTERM)
-    said = training.stdout.read().splitlines()
-    assert training.wait(timeout=60) == 0
+    training = Program(TRAINING, root, spool, server, grace_s, talks=True)
+    try:
+        assert training.stdout.readline() == "1\n"
+        os.kill(training.pid, signal.SIGTERM)
+        said = training.stdout.read().splitlines()
+        training.end()
+    finally:
+        training.clear()
     return dict(json.loads(said[-1]), trained=int(["1", *said][-2]))
 
 

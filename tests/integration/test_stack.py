@@ -19,6 +19,7 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from tests.conftest import left_of, processes_of
 from tests.faults.slow_save import kill_server, kill_worker
 from tests.integration.test_cli import COMMAND, run
+from tests.support.database import lay_tables
 from tests.support.waiting import until
 from tests.unit.cli.test_output import check_document
 from trinity_sync import CheckpointCoordinator, Settings, StackError
@@ -46,7 +47,9 @@ from trinity_sync.stack.state_file import lock_home
 def another(tmp_path: Path, stack: StackState, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Settings of a second stack, with a pool of its own."""
     monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__POOL", "another")
-    return Settings(home=tmp_path / "home", spool=tmp_path / "spool")
+    settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
+    lay_tables(settings)
+    return settings
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import SPOOLS, environment, left_of, processes_of
 from tests.integration.nodes.joined import a_rank_on_each
+from tests.support.database import lay_tables
 from trinity_sync import Settings, StackError
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import daemon, embedded
@@ -48,6 +49,7 @@ def at(number: int) -> StackSettings:
 @pytest.fixture(scope="module")
 def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
     settings, _ = machines
+    lay_tables(settings)
     with environment({}):
         state = embedded.up(settings, at(2), num_cpus=1)
     yield state
