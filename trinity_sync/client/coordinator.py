@@ -53,6 +53,7 @@ from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.weights.publisher import UploadCheck
 
 CLOSE_S = 10.0
 """Seconds for which `close` sends what the Prefect server has not taken yet."""
@@ -203,6 +204,7 @@ class CheckpointCoordinator:
         )
         self._attachments = Attachments(self.root, rank, self._states)
         self._callables = CallableSaver(self.root, self.spool)
+        self._uploads = UploadCheck(self.root, self.spool)
         self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics)
         self._preemption = Preemption(self.settings.save_by)
         self._began: float | None = None
@@ -794,7 +796,8 @@ class CheckpointCoordinator:
 
         Returns:
             The tag of the published version, or None if it could not be staged (`wait_all` raises
-            why); and what staging cost the caller.
+            why); and what staging cost the caller. A thread compares it with the upload before,
+            and warns of equal weights.
 
         Raises:
             ConfigError: an argument is invalid; or a later step was uploaded before, or this one
@@ -806,7 +809,10 @@ class CheckpointCoordinator:
         self._run.require_not_superseded(check_number("step", step))
         origin = self._submitter.origin(check_number("step", step), role, "state_dict")
         self._metrics.flush()
-        return self._states.upload(origin, collect)
+        published, staged = self._states.upload(origin, collect)
+        if published:
+            self._uploads.start(published)
+        return published, staged
 
     # ------------------------------------------------------------ outcomes
 
@@ -818,8 +824,9 @@ class CheckpointCoordinator:
                 the Prefect server does not answer.
 
         Raises:
-            SaveFailedError: saves were not committed; the message says which, why and where to
-                look. Each failure is raised once.
+            SaveFailedError: saves were not committed, or readers refuse what was published
+                (``on_nonfinite``); the message says which, why and where to look. Each failure is
+                raised once.
             SaveTimeoutError: the time is over, or the coordinator was closed; the saves may still
                 commit.
             ConfigError: this process is a forked child.
@@ -827,7 +834,8 @@ class CheckpointCoordinator:
         self.wait_staged()
         deadline = None if timeout is None else time.monotonic() + timeout
         self._failures += self._states.take_failures()
-        self._failures += self._callables.wait(deadline)  # kept, should the next line time out
+        self._failures += self._callables.wait(deadline)  # kept, should the next lines time out
+        self._failures += self._uploads.wait(deadline)
         failures = [*self._watcher.wait(deadline), *self._take_failures()]
         if failures:
             raise SaveFailedError("\n".join(failures))

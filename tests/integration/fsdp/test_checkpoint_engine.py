@@ -268,6 +268,18 @@ def test_the_same_step_again_is_the_same_version(trainer: Engine, rollout: Engin
         assert same(receive(rollout, 1), weights_of(1))
 
 
+def test_versions_of_a_base_that_no_update_changes_are_named(
+    trainer: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        send(trainer, step, weights_of(0))  # as veRL does of unmerged LoRA
+    trainer._get_sender()._coordinator.wait_all()
+    told = [each.getMessage() for each in caplog.records if "published" in each.getMessage()]
+    assert told == [
+        f"step 2 of {trainer.root} (rank 0) is published, but has the weights of step 1"
+    ]
+
+
 def test_other_weights_under_the_same_step_are_refused(trainer: Engine, rollout: Engine) -> None:
     send(trainer, 1)
     changed = weights_of(1)
