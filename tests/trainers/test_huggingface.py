@@ -755,41 +755,58 @@ def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
         assert differences(dict(get_peft_model_state_dict(read)), trained) == []
 
 
-@pytest.mark.parametrize("is_frozen", [True, False])
-def test_a_second_adapter_as_trl_adds_it_is_saved_and_resumed_bit_equal(
-    callback: MakeCallback, is_frozen: bool
+@pytest.mark.parametrize(
+    ("others", "is_frozen"), [(["ref"], True), (["ref"], False), (["b", "ref", "a"], False)]
+)
+def test_other_adapters_such_as_trls_are_saved_and_resumed_bit_equal(
+    callback: MakeCallback, others: list[str], is_frozen: bool
 ) -> None:
-    def make(stop: int, root: str = "ckpts", ref: float = 0.0) -> Any:
+    def make(stop: int, root: str = "ckpts", ref: float = 0.0, **arguments: Any) -> Any:
         saves = callback(root)
         torch.manual_seed(0)
         base = make_gpt2()
         config = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
         model: Any = get_peft_model(base, config)
-        model.add_adapter("ref", model.peft_config["default"])  # GRPOTrainer of TRL 1.16
-        for name, parameter in model.named_parameters():
-            if ".default." in name:
-                copy = model.get_parameter(name.replace(".default.", ".ref."))
-                copy.data.copy_(parameter.data + ref)
-                copy.requires_grad_(not is_frozen)
-        return saves, hugging_face(saves, stop, model=model)
+        for number, each in enumerate(others, 1):
+            model.add_adapter(each, model.peft_config["default"])  # GRPOTrainer of TRL 1.16
+            for name, parameter in [*model.named_parameters()]:
+                if ".default." in name:
+                    copy = model.get_parameter(name.replace(".default.", f".{each}."))
+                    copy.data.copy_(parameter.data + ref * number)
+                    copy.requires_grad_(not is_frozen)
+        return saves, hugging_face(saves, stop, model=model, **arguments)
 
     _, whole = make(99, "whole", ref=0.25)
     whole.train()
     make(10, ref=0.25)[1].train()
     saves, resumed = make(99)  # whose adapters are others until it has loaded the step
     newest = Path(saves.latest())
-    names = {path.name for path in (newest / "ref").iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.bin"}
+    for name in others:
+        names = {path.name for path in (newest / name).iterdir()}
+        assert names == {"adapter_config.json", "adapter_model.safetensors"}
     resumed.train(resume_from_checkpoint=str(newest))
     assert resumed.state.global_step == 12
     assert differences(state_of(whole), state_of(resumed)) == []
     read = PeftModel.from_pretrained(
         GPT2LMHeadModel(resumed.model.get_base_model().config), saves.latest()
     )
-    read.load_adapter(f"{saves.latest()}/ref", "ref")
-    for name in ("default", "ref"):
+    for name in others:
+        read.load_adapter(f"{saves.latest()}/{name}", name)
+    for name in ("default", *others):
         trained = get_peft_model_state_dict(whole.model, adapter_name=name)
         assert differences(trained, get_peft_model_state_dict(read, adapter_name=name)) == []
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    greatest = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    saves, ended = make(99, "best", ref=0.25, **best, **greatest)
+    ended.train()
+    assert ended.state.best_global_step < 12
+    step = saves.root / f"global_step_{ended.state.best_global_step}/actor"
+    for name, saved in torch.load(next(step.glob("extra_state*"))).items():
+        assert differences(saved, get_peft_model_state_dict(ended.model, adapter_name=name)) == []
+    others.append("new")
+    saves, lacking = make(99)
+    with pytest.raises(ConfigError, match=r"holds the adapters .*ref, and .* has default.*, new"):
+        lacking.train(resume_from_checkpoint=saves.latest())
 
 
 @pytest.mark.parametrize("other", ["lora_alpha", "rank", "width"])

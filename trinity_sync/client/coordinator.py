@@ -53,7 +53,7 @@ from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import CallableStatus
-from trinity_sync.weights.publisher import UploadCheck
+from trinity_sync.weights.upload_check import UploadCheck
 
 CLOSE_S = 10.0
 """Seconds for which `close` sends what the Prefect server has not taken yet."""

@@ -55,8 +55,8 @@ FSDP = DistributedType.FSDP
 
 HUGGINGFACE = "huggingface"
 """Folder of the small files of a model, in the folder of its role."""
-_OF_ADAPTERS = ("model", "extra_state")
-"""Components of the active adapter and of a second one."""
+_OTHERS = "other_adapters.bin"
+"""Name of the extra state, which has all adapters but the active one, by name."""
 _LARGE = frozenset(
     (
         OPTIMIZER_NAME,
@@ -77,6 +77,7 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
     kind = accelerator.distributed_type
     plugin = accelerator.fsdp_plugin if kind is FSDP else None
     sharded = any(isinstance(each, DTensor) for each in model.parameters())
+    adapters = [*getattr(model, "peft_config", ())]
     unsupported = {
         "save_only_model": args.save_only_model,
         "push_to_hub of checkpoints (set hub_strategy='end')": args.push_to_hub
@@ -86,10 +87,8 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
         "FSDP1 (set fsdp_config={'version': 2})": plugin
         and getattr(plugin, "fsdp_version", 1) != 2,
         "tensor parallelism without FSDP": sharded and kind is not FSDP,
-        "more than two adapters, or several with FSDP or add_adapter": len(
-            getattr(model, "peft_config", ())
-        )
-        > (1 if kind is FSDP or not is_adapted(model) or is_injected(model) else 2),
+        f"several adapters ({', '.join(adapters)}) with FSDP or add_adapter": len(adapters) > 1
+        and (kind is FSDP or not is_adapted(model) or is_injected(model)),
         "trained parameters beside add_adapter's (use modules_to_save)": _trains_more(model),
     }
     return [name for name, found in unsupported.items() if found]
@@ -118,19 +117,21 @@ def reads_checkpoints(callback: Any) -> bool:
 def collect_states(trainer: Any, *, sharded: bool, embeddings: bool) -> dict[str, Any]:
     """Return model and optimizer of a trainer, of which each rank has all; of PEFT the adapter.
 
-    A second adapter, such as TRL's frozen ``ref``, is the extra state. Under FSDP2 they are this
+    Other adapters, such as TRL's frozen ``ref``, are the extra state. Under FSDP2 they are this
     rank's shards, with Accelerate's names.
     """
     model, optimizer = trainer.model, trainer.optimizer
-    second: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     if is_adapted(model):
-        weights, *others = (get_adapter_state(model, embeddings, n) for n in list_adapters(model))
-        second = {"extra_state": others[0]} if others else {}
+        active, *names = list_adapters(model)
+        weights = get_adapter_state(model, embeddings, active)
+        others = {name: get_adapter_state(model, embeddings, name) for name in names}
     else:
         weights = get_model_state_dict(model) if sharded else model.state_dict()
     if sharded:
         return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
-    return {"model": weights, "optim": optimizer.state_dict(), **second}
+    states = {"model": weights, "optim": optimizer.state_dict()}
+    return {**states, "extra_state": others} if others else states
 
 
 def collect_files(trainer: Any) -> dict[str, bytes]:
@@ -164,13 +165,12 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
             trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
             if is_adapted(trainer.model):
                 names = list_adapters(trainer.model)
-                for component, name in [*zip(_OF_ADAPTERS, names, strict=False)][::-1]:
+                for name in names[::-1]:
                     trainer.model.peft_config[name].save_pretrained(folder)
                     if len(names) > 1:
                         config = Path(folder, ADAPTER_CONFIG_NAME).read_bytes()
-                        Path(folder, f"{component}.{name}.{ADAPTER_CONFIG_NAME}").write_bytes(
-                            config
-                        )
+                        of = "other" if name != names[0] else "active"
+                        Path(folder, f"{of}.{name}.{ADAPTER_CONFIG_NAME}").write_bytes(config)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -266,9 +266,12 @@ def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
     adapters: dict[str, str] = {}  # `Trainer` loads several from folders, and reads no other then
     for config in attached:
         if config.endswith(f".{ADAPTER_CONFIG_NAME}"):
-            component, name, _ = config.split(".", 2)
+            of, name, _ = config.split(".", 2)
             adapters[f"{name}/{ADAPTER_CONFIG_NAME}"] = f"{ATTACHMENTS}/{config}"
-            adapters[f"{name}/{ADAPTER_WEIGHTS_NAME}"] = f"actor/{shard_file(component, 1, 0)}"
+            file, component = f"{name}/{ADAPTER_WEIGHTS_NAME}", "model"
+            if of == "other":
+                file, component = _OTHERS, "extra_state"
+            adapters[file] = f"actor/{shard_file(component, 1, 0)}"
     prefix = f"actor/{HUGGINGFACE}/"
     small = [
         record.path
@@ -290,13 +293,20 @@ def require_fit(model: Any, folder: Path) -> None:
         ConfigError: a setting of an adapter, a name or a shape differs.
     """
     configs = dict(getattr(model, "peft_config", {}))
+    saved = {path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG_NAME}")}
+    if (saved or len(configs) > 1) and saved != configs.keys():
+        raise ConfigError(
+            f"{folder} holds the adapters {', '.join(sorted(saved)) or 'of one name'}, and this "
+            f"model has {', '.join(configs)}. Nothing was loaded; add those that were trained there"
+        )
     for name, config in configs.items():
-        own = folder / name if (folder / name).is_dir() else folder
+        own = folder / name if saved else folder
         require_same_adapter(own / ADAPTER_CONFIG_NAME, config)
-    file = folder / (ADAPTER_WEIGHTS_NAME if configs else WEIGHTS_NAME)
-    if file.is_file():
-        live = get_adapter_state(model, True) if is_adapted(model) else model.state_dict()
-        require_same_model(folder, open_shard(file), live, partial=bool(configs))
+        for file in sorted(own.glob("adapter_model.*"))[:1]:
+            state = load_file(file) if file.suffix == ".safetensors" else open_shard(file)
+            require_same_model(own, state, get_adapter_state(model, True, name), partial=True)
+    if not configs and (file := folder / WEIGHTS_NAME).is_file():
+        require_same_model(folder, open_shard(file), model.state_dict())
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
@@ -327,23 +337,31 @@ def _trains_more(model: torch.nn.Module) -> bool:
 
 
 def write_safetensors(folder: Path) -> None:
-    """Write the weights of an adapter in the one form that transformers itself reads."""
-    saved = torch.load(
-        folder / ADAPTER_WEIGHTS_NAME, map_location="cpu", mmap=False, weights_only=True
-    )
-    apart = {name: tensor.clone().contiguous() for name, tensor in saved.items()}
-    save_file(apart, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    """Write the weights of each adapter in the one form that transformers itself reads."""
+
+    def load(file: str) -> Any:
+        return torch.load(folder / file, map_location="cpu", mmap=False, weights_only=True)
+
+    others = load(_OTHERS) if (folder / _OTHERS).exists() else {}
+    for name, state in {"": load(ADAPTER_WEIGHTS_NAME), **others}.items():
+        apart = {key: tensor.clone().contiguous() for key, tensor in state.items()}
+        save_file(apart, folder / name / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def load_adapter(model: torch.nn.Module, folder: str) -> bool:
-    """Load the adapter of ``add_adapter``, as `Trainer` does not; return False for other models."""
-    path = Path(folder) / ADAPTER_SAFE_WEIGHTS_NAME
-    if not is_injected(model) or not path.exists():
+    """Load the adapter of ``add_adapter``, or several; return False where `Trainer` loads all."""
+    prefix = "base_model.model." if is_injected(model) else ""
+    if not (Path(folder) / ADAPTER_SAFE_WEIGHTS_NAME).exists() or not is_adapted(model):
+        return False
+    active, *others = list_adapters(model)
+    if not (prefix or others):
         return False
     from peft import set_peft_model_state_dict
 
-    own = {name.removeprefix("base_model.model."): each for name, each in load_file(path).items()}
-    set_peft_model_state_dict(model, own, adapter_name=_get_active(model))
+    for name in (active, *others):
+        path = Path(folder, "" if name == active else name, ADAPTER_SAFE_WEIGHTS_NAME)
+        own = {key.removeprefix(prefix): each for key, each in load_file(path).items()}
+        set_peft_model_state_dict(model, own, adapter_name=name)
     return True
 
 

@@ -1,37 +1,23 @@
 """Publish versions of the weights from the trainer: each rank adds its image to the Synchronizer.
 
 The images of all ranks, on whatever nodes, make a version. A rank makes one call and does not wait
-for its answer: no collective is needed, and no training thread is blocked. Nor is one by what is
-said of a version once its readers have it: that it changes nothing, or has values that the job
-refuses.
+for its answer: no collective is needed, and no training thread is blocked.
 """
 
 import logging
-import os
-import threading
-import time
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from trinity_sync.errors import SaveTimeoutError, WeightSyncError
-from trinity_sync.fs.atomic import open_no_follow
+from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
-from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.placement import describe_ranks
+from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.weights.ray_cluster import require_ray
-from trinity_sync.weights.version_view import SlotReader, require_finite
-from trinity_sync.weights.versions import VersionUnavailableError, make_shard
+from trinity_sync.weights.versions import make_shard
 
 logger = logging.getLogger(__name__)
-
-_PIECE = 1 << 20
-"""Bytes of two images that are compared at a time."""
 
 
 class Publisher:
@@ -98,92 +84,3 @@ def _get_cause(error: BaseException) -> BaseException:
 def _log_failure(description: str, answer: "Future[None]") -> None:
     if error := answer.exception():
         logger.error("%s is not published; training continues: %s", description, _get_cause(error))
-
-
-class UploadCheck:
-    """Looks at what a process publishes, in a thread that training does not wait for.
-
-    Weights that equal those of the upload before are named, once for each series: the rank of a
-    node that publishes last compares the images of two steps up to the first byte that differs.
-    What the job's ``on_nonfinite`` refuses, and so each reader does, is a failure.
-    """
-
-    def __init__(self, root: Path, spool: JobSpool) -> None:
-        self._root, self._spool = root, spool
-        self._last: dict[str, VersionTag] = {}
-        self._unchanged: set[str] = set()
-        """Roles whose weights equalled those before when they were compared last."""
-        self._thread: threading.Thread | None = None
-        self._failures: list[str] = []
-
-    def start(self, tag: VersionTag) -> None:
-        """Look at the version with this tag after those before; returns at once."""
-        before, self._last[tag.role] = self._last.get(tag.role), tag
-        previous = self._thread
-
-        def run() -> None:
-            if previous:
-                previous.join()
-            try:
-                self._look_at(tag, before)
-            except VersionUnavailableError as error:
-                self._failures.append(str(error))
-                logger.error("Readers refuse what is published: %s", error)
-            except Exception as error:  # the root or the spool is gone
-                logger.warning("step %d of %s is not looked at: %s", tag.step, self._root, error)
-
-        self._thread = threading.Thread(target=run, name="upload-check", daemon=True)
-        self._thread.start()
-
-    def wait(self, deadline: float | None) -> list[str]:
-        """Wait until all is looked at, or a deadline (monotonic); return and drop the failures."""
-        if self._thread:
-            self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if self._thread.is_alive():
-                raise SaveTimeoutError("uploads are still read; call wait_all again to wait longer")
-        failures, self._failures = self._failures, []
-        return failures
-
-    def _look_at(self, tag: VersionTag, before: VersionTag | None) -> None:
-        job, found = read_job_settings(self._root), [*self._spool.list_versions(tag.role)]
-        frozen = {tag.role, f"{tag.role}/model"} & {*job.frozen.split(",")}
-        if before and before.step < tag.step and not frozen:
-            now, then = (
-                {t.rank: (slot, t) for slot, t in found if (t.run, t.step) == (tag.run, step)}
-                for step in (tag.step, before.step)
-            )
-            if now and now.keys() == then.keys():  # none is overwritten, or published later
-                was_unchanged = tag.role in self._unchanged
-                self._unchanged.discard(tag.role)
-                if all(_are_equal(*now[rank], *then[rank]) for rank in now):
-                    self._unchanged.add(tag.role)
-                    if not was_unchanged:
-                        what = f"step {tag.step} of {self._root} ({describe_ranks([*now])})"
-                        logger.warning(UNCHANGED, what, before.step)
-        for slot in (slot for slot, each in found if each == tag and job.on_nonfinite == "refuse"):
-            if (reader := SlotReader(slot)).try_lock(tag.image):
-                try:
-                    version = make_shard(tag, slot, self._root, "")
-                    require_finite(version, [reader.memory[: tag.nbytes]])
-                finally:
-                    reader.unlock()
-
-
-UNCHANGED = "%s is published, but has the weights of step %d"
-
-
-def _are_equal(slot: Path, tag: VersionTag, slot_before: Path, before: VersionTag) -> bool:
-    """Return whether two slots hold equal images; False if one is overwritten meanwhile.
-
-    A lock would be a slow reader's to the trainer, which adds a slot then.
-    """
-    if (tag.nbytes, tag.layout) != (before.nbytes, before.layout):
-        return False
-    pieces = np.empty((2, _PIECE), np.uint8)
-    with open_no_follow(slot) as file, open_no_follow(slot_before) as other:
-        for at in range(0, tag.nbytes, _PIECE):
-            now, then = pieces[:, : min(_PIECE, tag.nbytes - at)]
-            done = os.preadv(file.fileno(), [now], at), os.preadv(other.fileno(), [then], at)
-            if done != (len(now), len(now)) or not np.array_equal(now, then):
-                return False
-    return [*map(read_version_tag, (slot, slot_before))] == [tag, before]

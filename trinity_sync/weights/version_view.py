@@ -243,7 +243,7 @@ class VersionOpener:
                         f"{tag.step}; have all ranks of the trainer upload the version again"
                     )
             images = [memories[rank] for rank in range(len(refs))]
-            require_finite(version, images)
+            require_finite(version, [each.numpy().data for each in images])
             layouts = [tags[rank].layout for rank in range(len(refs))]
             plan, others = self._plan(version, images, layouts)
             plan = round_plan(plan, self._dtype, keep_float32)
@@ -312,13 +312,13 @@ class VersionOpener:
         return self._planned[1]
 
 
-def require_finite(version: Version, images: Sequence[torch.Tensor]) -> None:
+def require_finite(version: Version, images: Sequence[memoryview]) -> None:
     """Require that images have no values that the job refuses to save."""
     if read_job_settings(version.root).on_nonfinite != "refuse":
         return
     from trinity_sync.tensors.health import ValueScan  # imports NumPy
 
-    for image in (each.numpy().data for each in images):
+    for image in images:
         scan = ValueScan(image)
         list(scan.walk(image))
         if names := scan.sum_up()[-1]:

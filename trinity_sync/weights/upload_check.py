@@ -1,0 +1,101 @@
+"""Look at what a trainer uploads, in a thread that training does not wait for.
+
+Weights that equal those of the upload before are named, once for each series: the rank of a node
+that publishes last compares the images of two steps, up to the first byte that differs. What the
+job's ``on_nonfinite`` refuses, and so each reader does, is a failure.
+"""
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.fs.atomic import open_no_follow
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.ticket import VersionTag, lock_slot, read_version_tag
+from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.placement import describe_ranks
+from trinity_sync.weights.version_view import require_finite
+from trinity_sync.weights.versions import VersionUnavailableError, make_shard
+
+logger = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+
+
+class UploadCheck:
+    """Looks at the uploads of one process, in their order."""
+
+    def __init__(self, root: Path, spool: JobSpool) -> None:
+        self._root, self._spool = root, spool
+        self._last: dict[str, int] = {}
+        self._unchanged: dict[str, bool] = {}
+        """By role, whether the weights that were compared last equalled those before."""
+        self._thread: threading.Thread | None = None
+        self._failures: list[str] = []
+
+    def start(self, tag: VersionTag) -> None:
+        """Look at the version with this tag; returns at once."""
+        before, self._last[tag.role] = self._last.get(tag.role, -1), tag.step
+        previous = self._thread
+
+        def run() -> None:
+            if previous:
+                previous.join()
+            try:
+                self._look_at(tag, before)
+            except VersionUnavailableError as error:
+                self._failures.append(str(error))
+                logger.error("Readers refuse what is published: %s", error)
+            except Exception as error:  # the root or the spool is gone
+                logger.warning("step %d of %s is not looked at: %s", tag.step, self._root, error)
+
+        self._thread = threading.Thread(target=run, name="upload-check", daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline: float | None) -> list[str]:
+        """Wait until all is looked at, or a deadline (monotonic); return and drop the failures."""
+        if self._thread:
+            self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                raise SaveTimeoutError("uploads are still read; call wait_all again to wait longer")
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _look_at(self, tag: VersionTag, before: int) -> None:
+        job, role = read_job_settings(self._root), tag.role
+        found = [each for each in self._spool.list_versions(role) if each[1].run == tag.run]
+        now, then = ({e[1].rank: e for e in found if e[1].step == n} for n in (tag.step, before))
+        is_frozen = {role, f"{role}/model"} & {*job.frozen.split(",")}
+        # otherwise one is overwritten, or a rank publishes later
+        if now and now.keys() == then.keys() and before != tag.step and not is_frozen:
+            was_unchanged = self._unchanged.get(role)
+            self._unchanged[role] = all(_are_equal(*now[rank], *then[rank]) for rank in now)
+            if self._unchanged[role] and not was_unchanged:
+                what = f"step {tag.step} of {self._root} ({describe_ranks([*now])})"
+                logger.warning("%s is published, but has the weights of step %d", what, before)
+        for slot in [slot for slot, each in found if each == tag and job.on_nonfinite == "refuse"]:
+            with lock_slot(slot) as content:
+                if read_version_tag(slot) == tag:
+                    require_finite(make_shard(tag, slot, self._root, ""), [content[: tag.nbytes]])
+
+
+def _are_equal(slot: Path, tag: VersionTag, slot_before: Path, before: VersionTag) -> bool:
+    """Return whether two slots hold equal images; False if one is overwritten meanwhile.
+
+    A lock would be a slow reader's to the trainer, which adds a slot then.
+    """
+    if (tag.nbytes, tag.layout) != (before.nbytes, before.layout):
+        return False
+    pieces = np.empty((2, _PIECE), np.uint8)
+    with open_no_follow(slot) as file, open_no_follow(slot_before) as other:
+        for at in range(0, tag.nbytes, _PIECE):
+            now, then = pieces[:, : min(_PIECE, tag.nbytes - at)]
+            done = os.preadv(file.fileno(), [now], at), os.preadv(other.fileno(), [then], at)
+            if done != (len(now), len(now)) or not np.array_equal(now, then):
+                return False
+    return [*map(read_version_tag, (slot, slot_before))] == [tag, before]
