@@ -481,3 +481,43 @@ def refuse_a_checkpoint_without_weights(tmp_path: Path, spool: Path) -> None:
     saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool))
     with pytest.raises(ConfigError, match="step 1: the checkpoint has no state_dict"):
         fit(Moves(), [saves], steps=1)
+
+
+class Wide(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = torch.nn.Linear(8, 2)
+
+
+class Deep(Small):
+    def __init__(self, strict: bool) -> None:
+        super().__init__()
+        self.layers.append(torch.nn.Linear(1, 1))
+        self.strict_loading = strict
+
+
+class Adds(Deep):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] |= {
+            f"layers.3.{n}": t for n, t in Deep(True).layers[3].state_dict().items()
+        }
+
+
+def refuse_a_step_of_another_model_before_it_is_loaded(tmp_path: Path, spool: Path) -> None:
+    saved = train_two_steps(tmp_path, spool)
+
+    def resume(module: Small) -> None:
+        again = TrinitySyncCallback(
+            tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool)
+        )
+        fit(module, [again], steps=2, resume=True)
+
+    for module, name in ((Wide(), "layers.2.bias"), (Deep(True), "layers.3.bias")):
+        before = copied(dict(module.state_dict()))
+        with pytest.raises(ConfigError, match=f"_2 holds another model: .* {name}, .*Nothing was"):
+            resume(module)
+        assert differences(before, dict(module.state_dict())) == []
+    for fitting in (Deep(False), Adds(True)):  # whose optimizer then is another one
+        with pytest.raises(ValueError, match="parameter group that doesn't match"):
+            resume(fitting)
+        assert fitting.layers[2].weight.flatten().tolist() == saved

@@ -805,7 +805,7 @@ def test_other_adapters_such_as_trls_are_saved_and_resumed_bit_equal(
         assert differences(saved, get_peft_model_state_dict(ended.model, adapter_name=name)) == []
     others.append("new")
     saves, lacking = make(99)
-    with pytest.raises(ConfigError, match=r"holds the adapters .*ref, and .* has default.*, new"):
+    with pytest.raises(ConfigError, match=r"holds .*default, .*ref, and this .*ref.*, new"):
         lacking.train(resume_from_checkpoint=saves.latest())
 
 

@@ -94,3 +94,7 @@ def test_a_step_in_a_root_that_cannot_be_written_is_validated(
 
 def test_a_checkpoint_whose_weights_were_moved_is_refused_by_name(call: Call) -> None:
     call("refuse_a_checkpoint_without_weights")
+
+
+def test_a_step_of_another_model_is_refused_before_anything_is_loaded(call: Call) -> None:
+    call("refuse_a_step_of_another_model_before_it_is_loaded")

@@ -796,8 +796,7 @@ class CheckpointCoordinator:
 
         Returns:
             The tag of the published version, or None if it could not be staged (`wait_all` raises
-            why); and what staging cost the caller. A thread compares it with the upload before,
-            and warns of equal weights.
+            why); and what staging cost the caller. Weights of the upload before are a warning.
 
         Raises:
             ConfigError: an argument is invalid; or a later step was uploaded before, or this one

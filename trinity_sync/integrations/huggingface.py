@@ -446,12 +446,9 @@ def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
         of_model = original.__name__ == "_load_from_checkpoint"
         if ours and of_model:
             require_fit(trainer.model, Path(checkpoint))
-        trained = [each for each in trainer.model.parameters() if ours and each.requires_grad]
         with load_shards(trainer) if ours else nullcontext():
             if not (ours and of_model and load_adapter(trainer.model, checkpoint)):
                 original(*args, **kwargs)
-        for each in trained:  # `Trainer` freezes all adapters but the active one
-            each.requires_grad_(True)
         if callback and checkpoint:
             callback.note_loaded(checkpoint)
 

@@ -169,8 +169,9 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
                     trainer.model.peft_config[name].save_pretrained(folder)
                     if len(names) > 1:
                         config = Path(folder, ADAPTER_CONFIG_NAME).read_bytes()
-                        of = "other" if name != names[0] else "active"
-                        Path(folder, f"{of}.{name}.{ADAPTER_CONFIG_NAME}").write_bytes(config)
+                        component = "extra_state" if name != names[0] else "model"
+                        file = f"{component}.{name}.{ADAPTER_CONFIG_NAME}"
+                        Path(folder, file).write_bytes(config)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -266,11 +267,9 @@ def name_files(manifest: Manifest, attached: set[str]) -> dict[str, str]:
     adapters: dict[str, str] = {}  # `Trainer` loads several from folders, and reads no other then
     for config in attached:
         if config.endswith(f".{ADAPTER_CONFIG_NAME}"):
-            of, name, _ = config.split(".", 2)
+            component, name, _ = config.split(".", 2)
             adapters[f"{name}/{ADAPTER_CONFIG_NAME}"] = f"{ATTACHMENTS}/{config}"
-            file, component = f"{name}/{ADAPTER_WEIGHTS_NAME}", "model"
-            if of == "other":
-                file, component = _OTHERS, "extra_state"
+            file = f"{name}/{ADAPTER_WEIGHTS_NAME}" if component == "model" else _OTHERS
             adapters[file] = f"actor/{shard_file(component, 1, 0)}"
     prefix = f"actor/{HUGGINGFACE}/"
     small = [
@@ -296,8 +295,8 @@ def require_fit(model: Any, folder: Path) -> None:
     saved = {path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG_NAME}")}
     if (saved or len(configs) > 1) and saved != configs.keys():
         raise ConfigError(
-            f"{folder} holds the adapters {', '.join(sorted(saved)) or 'of one name'}, and this "
-            f"model has {', '.join(configs)}. Nothing was loaded; add those that were trained there"
+            f"{folder} holds {', '.join(sorted(saved)) or 'one adapter'}, and this model the "
+            f"adapters {', '.join(configs)}. Nothing was loaded; add those that were trained there"
         )
     for name, config in configs.items():
         own = folder / name if saved else folder
@@ -349,17 +348,14 @@ def write_safetensors(folder: Path) -> None:
 
 
 def load_adapter(model: torch.nn.Module, folder: str) -> bool:
-    """Load the adapter of ``add_adapter``, or several; return False where `Trainer` loads all."""
-    prefix = "base_model.model." if is_injected(model) else ""
-    if not (Path(folder) / ADAPTER_SAFE_WEIGHTS_NAME).exists() or not is_adapted(model):
-        return False
-    active, *others = list_adapters(model)
-    if not (prefix or others):
+    """Load all adapters of a model, of which `Trainer` skips some; return False without any."""
+    if not is_adapted(model) or not Path(folder, ADAPTER_SAFE_WEIGHTS_NAME).exists():
         return False
     from peft import set_peft_model_state_dict
 
-    for name in (active, *others):
-        path = Path(folder, "" if name == active else name, ADAPTER_SAFE_WEIGHTS_NAME)
+    prefix = "base_model.model." if is_injected(model) else ""
+    for number, name in enumerate(list_adapters(model)):
+        path = Path(folder, name if number else "", ADAPTER_SAFE_WEIGHTS_NAME)
         own = {key.removeprefix(prefix): each for key, each in load_file(path).items()}
         set_peft_model_state_dict(model, own, adapter_name=name)
     return True

@@ -20,6 +20,7 @@ import torch
 
 from trinity_sync.adapter import MANIFEST, Manifest, step_folder, step_of_folder
 from trinity_sync.errors import ConfigError, from_extra
+from trinity_sync.formats.shard_reader import require_same_model
 from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.trainer_saves import (
     TrainerSaves,
@@ -93,6 +94,8 @@ class TrinitySyncCallback(ModelCheckpoint):
         self._saved = -1
         self._loads_last = self._loaded_other = False
         self._rng: Mapping[str, Any] | None = None
+        self._loaded: Path | None = None
+        """Step of which Lightning has not filled the model yet."""
 
     # ------------------------------------------------------------ hooks of Lightning
 
@@ -121,6 +124,8 @@ class TrinitySyncCallback(ModelCheckpoint):
         load = self._wrap_load(strategy.load_checkpoint, trainer)
         strategy.save_checkpoint = _Replacement(strategy, "save_checkpoint", save)
         strategy.load_checkpoint = _Replacement(strategy, "load_checkpoint", load)
+        fill = self._wrap_fill(strategy.load_model_state_dict, strategy)
+        strategy.load_model_state_dict = _Replacement(strategy, "load_model_state_dict", fill)
         self._strategy = strategy
         trainer.callbacks.insert(0, _SaveLastStep(self))
 
@@ -285,6 +290,15 @@ class TrinitySyncCallback(ModelCheckpoint):
 
         return load_checkpoint
 
+    def _wrap_fill(self, original: Callable[..., None], strategy: Any) -> Callable[..., None]:
+        def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            folder, self._loaded = self._loaded, None
+            if folder:
+                _require_fit(folder, strategy.lightning_module, checkpoint[_WEIGHTS], strict)
+            original(checkpoint, strict=strict)
+
+        return load_model_state_dict
+
     def _load_from_root(
         self, root: Path, step: int | None, trainer: Any, read: Callable[[Any], Any]
     ) -> Any:
@@ -317,6 +331,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         """Return the checkpoint of a leased step, without what of it is loaded already."""
         if not saves.is_sharded:
             states = saves.load_replicated(manifest)
+            self._loaded = step_folder(saves.root, manifest.step)
             loaded = {_WEIGHTS: states["model"], _OPTIMIZERS: states["optim"]}
             return {**states["extra_state"], **loaded}
         shards = [record.path for record in manifest.files if record.path.startswith("actor/")]
@@ -362,6 +377,22 @@ class _Replacement:
 
     def __reduce__(self) -> Any:
         return getattr, (self._strategy, self._name)
+
+
+def _require_fit(folder: Path, module: Any, saved: Mapping[str, Any], strict: bool) -> None:
+    """Require that a module can be filled from a step, but for modules that load in their own way.
+
+    Raises:
+        ConfigError: names or shapes differ.
+    """
+    plain, of_torch = set(), torch.nn.Module._load_from_state_dict
+    for prefix, each in module.named_modules():
+        if type(each)._load_from_state_dict is of_torch and not each._load_state_dict_pre_hooks:
+            plain.add(prefix)
+    states = saved, module.state_dict()
+    both = saved.keys() & states[1].keys()
+    own = ({n: t for n, t in s.items() if n.rpartition(".")[0] in plain} for s in states)
+    require_same_model(folder, *({n: s[n] for n in s if strict or n in both} for s in own))
 
 
 def _ends_within_epoch(trainer: Any) -> bool:

@@ -1,12 +1,11 @@
 """Look at what a trainer uploads, in a thread that training does not wait for.
 
 Weights that equal those of the upload before are named, once for each series: the rank of a node
-that publishes last compares the images of two steps, up to the first byte that differs. What the
+that publishes last compares the images of two steps, up to the first bytes that differ. What the
 job's ``on_nonfinite`` refuses, and so each reader does, is a failure.
 """
 
 import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from trinity_sync.errors import SaveTimeoutError
-from trinity_sync.fs.atomic import open_no_follow
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, lock_slot, read_version_tag
 from trinity_sync.storage.job_settings import read_job_settings
@@ -41,20 +39,8 @@ class UploadCheck:
     def start(self, tag: VersionTag) -> None:
         """Look at the version with this tag; returns at once."""
         before, self._last[tag.role] = self._last.get(tag.role, -1), tag.step
-        previous = self._thread
-
-        def run() -> None:
-            if previous:
-                previous.join()
-            try:
-                self._look_at(tag, before)
-            except VersionUnavailableError as error:
-                self._failures.append(str(error))
-                logger.error("Readers refuse what is published: %s", error)
-            except Exception as error:  # the root or the spool is gone
-                logger.warning("step %d of %s is not looked at: %s", tag.step, self._root, error)
-
-        self._thread = threading.Thread(target=run, name="upload-check", daemon=True)
+        args = tag, before, self._thread
+        self._thread = threading.Thread(target=self._run, args=args, name="uploads", daemon=True)
         self._thread.start()
 
     def wait(self, deadline: float | None) -> list[str]:
@@ -66,6 +52,17 @@ class UploadCheck:
         failures, self._failures = self._failures, []
         return failures
 
+    def _run(self, tag: VersionTag, before: int, previous: threading.Thread | None) -> None:
+        if previous:
+            previous.join()
+        try:
+            self._look_at(tag, before)
+        except VersionUnavailableError as error:
+            self._failures.append(str(error))
+            logger.error("Readers refuse what is published: %s", error)
+        except Exception as error:  # the root or the spool is gone
+            logger.warning("step %d of %s is not looked at: %s", tag.step, self._root, error)
+
     def _look_at(self, tag: VersionTag, before: int) -> None:
         job, role = read_job_settings(self._root), tag.role
         found = [each for each in self._spool.list_versions(role) if each[1].run == tag.run]
@@ -74,7 +71,7 @@ class UploadCheck:
         # otherwise one is overwritten, or a rank publishes later
         if now and now.keys() == then.keys() and before != tag.step and not is_frozen:
             was_unchanged = self._unchanged.get(role)
-            self._unchanged[role] = all(_are_equal(*now[rank], *then[rank]) for rank in now)
+            self._unchanged[role] = all(_are_equal(now[rank], then[rank]) for rank in now)
             if self._unchanged[role] and not was_unchanged:
                 what = f"step {tag.step} of {self._root} ({describe_ranks([*now])})"
                 logger.warning("%s is published, but has the weights of step %d", what, before)
@@ -84,18 +81,17 @@ class UploadCheck:
                     require_finite(make_shard(tag, slot, self._root, ""), [content[: tag.nbytes]])
 
 
-def _are_equal(slot: Path, tag: VersionTag, slot_before: Path, before: VersionTag) -> bool:
-    """Return whether two slots hold equal images; False if one is overwritten meanwhile.
+def _are_equal(one: tuple[Path, VersionTag], other: tuple[Path, VersionTag]) -> bool:
+    """Return whether two images are equal; False if one is overwritten meanwhile.
 
-    A lock would be a slow reader's to the trainer, which adds a slot then.
+    Nothing is locked: a trainer adds a slot where a reader holds one.
     """
-    if (tag.nbytes, tag.layout) != (before.nbytes, before.layout):
+    size = one[1].nbytes
+    if (size, one[1].layout) != (other[1].nbytes, other[1].layout):
         return False
-    pieces = np.empty((2, _PIECE), np.uint8)
-    with open_no_follow(slot) as file, open_no_follow(slot_before) as other:
-        for at in range(0, tag.nbytes, _PIECE):
-            now, then = pieces[:, : min(_PIECE, tag.nbytes - at)]
-            done = os.preadv(file.fileno(), [now], at), os.preadv(other.fileno(), [then], at)
-            if done != (len(now), len(now)) or not np.array_equal(now, then):
-                return False
-    return [*map(read_version_tag, (slot, slot_before))] == [tag, before]
+    for at in range(0, size, _PIECE):
+        count = min(_PIECE, size - at)
+        pieces = [np.fromfile(slot, np.uint8, count, offset=at) for slot, _ in (one, other)]
+        if not np.array_equal(*pieces):
+            return False
+    return all(read_version_tag(slot) == tag for slot, tag in (one, other))
