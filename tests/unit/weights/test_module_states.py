@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    FourierFTConfig,
+    HRAConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.job import Job
 from trinity_sync.client.checkpoints import Checkpoints
@@ -112,25 +123,20 @@ def quantized() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
 
 
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8,
-            hidden_size=4,
-            intermediate_size=4,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+def language_model(kind: str = "llama", **settings: Any) -> Any:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 4)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+    settings = {"vocab_size": 8, "num_hidden_layers": 1, **sizes, **heads, **settings}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
 
 
-def adapted() -> nn.Module:
-    return get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], use_dora=True))
+def adapted(config: Any = None, **settings: Any) -> nn.Module:
+    config = config or LoraConfig(target_modules=["q_proj"], use_dora=True)
+    return get_peft_model(language_model(**settings), config)
 
 
 def with_adapter() -> nn.Module:
-    model = llama()
+    model = language_model()
     model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     return model
 
@@ -160,6 +166,23 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "sparse": Graph,
     "compressed": lambda: Graph(torch.Tensor.to_sparse_csr),
     "lazy": lambda: nn.LazyLinear(4),
+    "averaged": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(4, 4)),
+    "compiled": lambda: torch.compile(nn.Linear(4, 4), backend="eager"),
+    "experts": lambda: language_model("mixtral", num_local_experts=2),
+    "experts in one tensor": lambda: language_model("gpt_oss", num_local_experts=4, head_dim=2),
+    "state space": lambda: language_model("mamba", state_size=2),
+    "tied embeddings": lambda: language_model(tie_word_embeddings=True),
+    "ia3": lambda: adapted(IA3Config(target_modules=["v_proj"], feedforward_modules=[])),
+    "adalora": lambda: adapted(AdaLoraConfig(target_modules=["q_proj"], total_step=9)),
+    "vera": lambda: adapted(VeraConfig(target_modules=["q_proj"], r=2)),
+    "loha": lambda: adapted(LoHaConfig(target_modules=["q_proj"], r=2)),
+    "boft": lambda: adapted(BOFTConfig(target_modules=["q_proj"], boft_block_size=2)),
+    "hra": lambda: adapted(HRAConfig(target_modules=["q_proj"], r=2)),
+    "fourier": lambda: adapted(FourierFTConfig(target_modules=["q_proj"], n_frequency=3)),
+    "tokens": lambda: adapted(TrainableTokensConfig(token_indices=[1]), tie_word_embeddings=True),
+    "adapted and tied": lambda: adapted(
+        LoraConfig(target_modules=["embed_tokens", "lm_head"]), tie_word_embeddings=True
+    ),
 }
 REFUSED = {"quantized": "_packed_params.* is sparse, nested or quantized"}
 REFUSED |= dict.fromkeys(("sparse", "compressed"), "adjacency is sparse, nested or quantized")
