@@ -385,6 +385,36 @@ def test_a_corrupted_file_is_refused_on_all_ranks_and_another_step_loads(
     run(load_corrupted, tmp_path / "ckpts")
 
 
+def load_what_does_not_fit(root: Path) -> None:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from tests.environments.megatron import training
+
+    trained = training.Trained(DATA_PARALLEL)
+    with make_coordinator(root) as saves:
+        trained.step()
+        make_manager(trained, saves).save_checkpoint(actor(root, 1), global_step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = partial(training.TransformerConfig, hidden_size=128)
+        patch.setattr(
+            training, "TransformerConfig", lambda **given: sizes(**{**given, **sizes.keywords})
+        )
+        other = training.Trained(DATA_PARALLEL, seed=1)
+    before = [each.detach().clone() for each in other.model.parameters()]
+    with make_coordinator(root) as saves:
+        refused = pytest.raises((CheckpointingException, CheckpointException), match="mismatch")
+        with refused:
+            make_manager(other, saves).load_checkpoint(actor(root, 1))
+    assert all(map(torch.equal, before, other.model.parameters()))
+
+
+def test_nothing_of_a_step_of_another_model_is_loaded(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run(load_what_does_not_fit, tmp_path / "ckpts")
+
+
 def fail_on_one_rank(root: Path) -> None:
     """Save while rank 0 cannot write its small files, and while rank 1 has no shared memory."""
     from tests.environments.megatron.training import Trained
