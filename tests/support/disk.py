@@ -29,6 +29,13 @@ def drop_cached(path: Path) -> None:
         pytest.skip(f"reads of {path} are not those of a disk")
 
 
+def flip_a_byte(path: Path, at: int) -> None:
+    """Change the lowest bit of a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 @contextmanager
 def no_file_above(nbytes: int) -> Iterator[None]:
     """No file of this process grows beyond so many bytes: as on a full disk, with another errno."""

@@ -1,14 +1,50 @@
-"""Work that dies by SIGKILL right before it changes a name on disk."""
+"""Work of forked children: as another user, or up to a death right before a change on disk."""
 
 import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+ANOTHER_USER = 12345
+"""The number of a user, and of a group, that is no other's."""
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 """Audit events of what a crash can fall between."""
+
+
+def end_of(body: Callable[[], object]) -> int:
+    """How a forked child ends that does ``body``: its exit code, or the signal, negative."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            body()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def as_another_user(body: Callable[[], object], *groups: int, gid: int = ANOTHER_USER) -> None:
+    """Call ``body`` in a child that is another user."""
+    if os.getuid():
+        pytest.skip("only root can be another user")
+
+    def become_another() -> None:
+        os.setgroups(groups)
+        os.setgid(gid)
+        os.setuid(ANOTHER_USER)
+        body()
+
+    assert end_of(become_another) == 0
 
 
 def in_a_process(body: Callable[[], object], notes: Path, *, die_before: int | None = None) -> int:

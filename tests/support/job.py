@@ -138,3 +138,8 @@ class Job:
         manifest = commit(save, written)
         free_committed_slots(self.spool, save, written)
         return manifest
+
+    def commit_states(self, step: int, states: dict[str, Any], **other: Any) -> Manifest:
+        """Stage the states of rank 0, and commit them."""
+        self.stage(step, states, **other)
+        return self.commit(step, *states, **other)

@@ -43,12 +43,10 @@ from trinity_sync.weights.versions import Version, VersionRegistry
 def facts(job: Job, tmp_path: Path) -> Iterator[JobReport]:
     """A job with a step of each sort, seen while one of them is read."""
     for step in (10, 20, 30, 40):
-        job.stage(step, {"model": {"w": torch.zeros(9)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.zeros(9)}})
         write_metrics(job.root, 1, step, {"reward": step / 7, "odd <name>": float("nan")})
     rewind(job.root, 30)
-    job.stage(35, {"model": {"w": torch.zeros(9)}}, run=3, kind="state_dict")
-    job.commit(35, run=3, kind="state_dict")
+    job.commit_states(35, {"model": {"w": torch.zeros(9)}}, run=3, kind="state_dict")
     job.stage(36, {"model": {"w": torch.zeros(9)}}, run=3)
     (job.root / "global_step_20/actor/model_world_size_1_rank_0.pt").unlink()
     (job.root / "global_step_50").mkdir()
@@ -203,8 +201,7 @@ def test_the_highest_bar_fills_the_chart_and_the_others_are_in_proportion(facts:
 
 def test_the_disk_is_drawn_before_and_after_what_was_removed(job: Job, tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        job.stage(step, {"model": {"w": torch.zeros(step << 8)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.zeros(step << 8)}})
         prune(job.root, plan_prune(job.root, Rules.of_job(JobSettings(keep="last=1")), 0.0))
     commit_files(job.root, 9, at=4e9)  # not by a save
     with environment({}):
@@ -247,8 +244,7 @@ def test_many_steps_are_not_drawn_and_listed_one_by_one(facts: JobReport) -> Non
 
 
 def test_it_says_that_no_training_runs(job: Job, tmp_path: Path) -> None:
-    job.stage(4, {"model": {"w": torch.zeros(9)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(9)}})
     add_run(job.root, Run(1, "one", 0))
     settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
     with environment({}):
@@ -293,8 +289,7 @@ def test_two_jobs_are_shown_side_by_side_on_one_scale(tmp_path: Path, spool_fold
     jobs = []
     for name, size in (("small", 5), ("large", 500_000)):
         job = Job(tmp_path / name, open_job_spool(spool_folder, tmp_path / name))
-        job.stage(7, {"model": {"w": torch.ones(size)}})
-        job.commit(7)
+        job.commit_states(7, {"model": {"w": torch.ones(size)}})
         write_metrics(job.root, 1, 7, {"reward": size / 10})
         jobs.append(job)
     write_job_settings(jobs[0].root, {"keep": "last=3"})

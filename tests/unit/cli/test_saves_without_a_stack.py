@@ -97,8 +97,7 @@ def test_runs_lists_what_files_tell_if_the_server_does_not_answer(saves: Job) ->
 
 
 def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
-    saves.stage(40, {"model": {"w": torch.zeros(4)}})
-    saves.commit(40)
+    saves.commit_states(40, {"model": {"w": torch.zeros(4)}})
     run(saves, "prune", saves.root, "--keep", "last=1", "--yes")
     done = run(saves, "wait", saves.root, 10, "--timeout", 5)
     assert (done.exit_code, "has been removed since" in done.stderr) == (1, True)
@@ -112,8 +111,7 @@ def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
 def test_a_step_that_a_rewind_has_removed_is_waited_for_until_a_later_run_has_ended(
     saves: Job,
 ) -> None:
-    saves.stage(40, {"model": {"w": torch.zeros(4)}})
-    saves.commit(40)
+    saves.commit_states(40, {"model": {"w": torch.zeros(4)}})
     rewind(saves.root, 10)
     waiting = run(saves, "wait", saves.root, 40, "--timeout", 0.2)
     assert (waiting.exit_code, "is not committed after 0.2 s" in waiting.stderr) == (1, True)

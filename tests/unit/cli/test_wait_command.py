@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from tests.support.answers import serving
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.saves.save_request import SaveRequest
@@ -35,26 +36,11 @@ def flow_run(step: int, run: int, kind: str, state: str, attempt: int = 1) -> di
 def serve(answer: Callable[[Any], list[dict[str, Any]]]) -> Iterator[str]:
     """Run a server that answers each question for flow runs; yields its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = json.dumps(answer(body["flow_runs"]["tags"]["all_"])).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer_request(_: BaseHTTPRequestHandler, body: str) -> tuple[int, str]:
+        return 200, json.dumps(answer(json.loads(body)["flow_runs"]["tags"]["all_"]))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/api"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(answer_request) as url:
+        yield f"{url}/api"
 
 
 @pytest.fixture

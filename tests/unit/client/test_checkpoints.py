@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
+from tests.support.disk import flip_a_byte
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
@@ -130,9 +131,7 @@ def test_a_corrupted_step_is_neither_listed_nor_loaded(
     job: Job, training: CheckpointCoordinator
 ) -> None:
     file = job.root / "global_step_30/actor/model_world_size_1_rank_0.pt"
-    content = bytearray(file.read_bytes())
-    content[-1000] ^= 1
-    file.write_bytes(content)
+    flip_a_byte(file, -1000)
     steps, model = Checkpoints(job.root), nn.Linear(3, 2)
     kept = model.weight.clone()
     with pytest.raises(CommitError, match="corrupted"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.disk import flip_a_byte
 from tests.support.forked import Program
 from tests.support.job import Job
 
@@ -48,9 +49,7 @@ def test_a_step_that_one_rank_cannot_load_is_loaded_by_none(
             job.stage(step, {"model": {"w": torch.full((5000,), float(rank))}}, rank=rank)
         job.commit(step, "model")
     torn = job.root / "global_step_4/actor/model_world_size_2_rank_1.pt"
-    content = bytearray(torn.read_bytes())
-    content[-9000] ^= 1
-    torn.write_bytes(content)
+    flip_a_byte(torn, -9000)
     if not writable:
         read_only(job.root)
     given = [tmp_path / "rendezvous", spool_folder / "of_the_ranks", job.root]

@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import resource
 import shutil
 import threading
 import time
@@ -23,6 +22,7 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.answers import server
+from tests.support.disk import no_file_opens
 from tests.support.forked import get_context
 from tests.support.job import Job
 from tests.support.meanwhile import fail_to_read
@@ -65,8 +65,7 @@ def looks_soon_for_what_nothing_will_commit(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_error_of_the_file_system_ends_no_watcher(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     request = job.request(4)
     with caplog.at_level(logging.WARNING):
@@ -91,8 +90,7 @@ def test_images_that_join_a_save_in_the_instant_it_ends_are_followed(job: Job) -
             super()._end(save, failure)
 
     joined = threading.Event()
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     request = job.request(4)
     watcher = Joined(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     watcher.follow(request)
@@ -102,26 +100,13 @@ def test_images_that_join_a_save_in_the_instant_it_ends_are_followed(job: Job) -
     watcher.close()
 
 
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """Within it, this process cannot open a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of half a loop
 @pytest.mark.filterwarnings("ignore:coroutine 'CommitWatcher._run' was never awaited")
 def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -> None:
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
     request = job.request(4)
-    with no_more_files():
+    with no_file_opens():
         watcher.follow(request)
         with pytest.raises(SaveTimeoutError):
             watcher.wait(time.monotonic() + 0.5)
@@ -248,8 +233,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
 
     monkeypatch.setattr(PendingSave, "find_result", noted)
     monkeypatch.setattr("trinity_sync.saves.pending_save.read_manifest", read)
-    job.stage(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
-    job.commit(4, kind="state_dict")
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen
     job.stage(4, {"optim": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Quiet(), job.spool)
@@ -352,8 +336,7 @@ def test_a_wait_without_a_limit_ends_once_the_root_has_been_away_for_long(
 def test_a_save_whose_root_goes_away_after_its_commit_is_not_taken_for_lost(
     job: Job, told: str
 ) -> None:
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.zeros(3)}})
     (request,) = requests_in(job.root, [1], components=("model",))
     entry = append(request, "completed") if told == "completed" else None
     job.root.rename(job.root.with_name("away"))
@@ -366,8 +349,7 @@ def test_a_save_whose_root_goes_away_after_its_commit_is_not_taken_for_lost(
 
 
 def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.zeros(3)}})
     (committed,) = requests_in(job.root, [1])
     (of_functions,) = requests_in(job.root, [2], components=())
     (evicted,) = requests_in(job.root, [3])
@@ -445,8 +427,7 @@ def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_co
     job: Job,
 ) -> None:
     for step in (4, 5):
-        job.stage(step, {"model": {"w": torch.full((3,), step)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.full((3,), step)}})
     prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), 0))
     job.stage(4, {"model": {"w": torch.full((3,), 4)}})
     ((again,), _) = job.spool.tickets()
@@ -461,8 +442,7 @@ def test_functions_that_run_again_after_their_step_was_removed_are_not_taken_for
     job: Job,
 ) -> None:
     for step in (4, 5):
-        job.stage(step, {"model": {"w": torch.full((3,), step)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.full((3,), step)}})
     prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), 0))
     write_status(job.spool, CallableStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
     (request,) = requests_in(job.root, [4], components=())
@@ -476,16 +456,14 @@ def test_functions_that_run_again_after_their_step_was_removed_are_not_taken_for
 def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str) -> None:
     open_run(job.root, "first", 0)
     for step in (4, 5):
-        job.stage(step, {"model": {"w": torch.full((3,), step)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.full((3,), step)}})
     if how == "removed":
         rules = Rules(parse_policy("last=1"), ALL)
         prune(job.root, plan_prune(job.root, rules, 0))
         gone = 4
     elif how == "replaced":
         open_run(job.root, "second", 4)
-        job.stage(5, {"model": {"w": torch.zeros(3)}}, run=2)
-        job.commit(5, run=2)
+        job.commit_states(5, {"model": {"w": torch.zeros(3)}}, run=2)
         gone = 5
     else:
         rewind(job.root, 4)
@@ -499,8 +477,7 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
 def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_step(
     job: Job,
 ) -> None:
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     body = {"format": MANIFEST_FORMAT + 1, "run": 1, "step": 4}
     (step_folder(job.root, 4) / MANIFEST).write_text(encode_body(body))
     (request,) = requests_in(job.root, [4], components=("model",))
@@ -515,8 +492,7 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
     job: Job, value: int
 ) -> None:
     (request,) = requests_in(job.root, [4], components=("model",))
-    job.stage(4, {"model": {"w": torch.ones(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.ones(3)}})
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(4, {"model": {"w": torch.full((3,), float(value))}})
     ((late,), _) = job.spool.tickets()

@@ -14,28 +14,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-
-
-def end_of(body: Callable[[], object]) -> int:
-    """How a forked child ends that does ``body``: its exit code, or the signal, negative."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            body()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except BaseException as error:
-            os.write(2, repr(error).encode())
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def weights(step: int) -> dict[str, Any]:
@@ -56,7 +40,8 @@ def ask_to_end() -> None:
 
 FORKS = """
 import signal, sys, threading
-from tests.unit.client.test_forked_children import ask_to_end, end_of
+from tests.support.dying import end_of
+from tests.unit.client.test_forked_children import ask_to_end
 from trinity_sync import CheckpointCoordinator
 
 saves, ends = CheckpointCoordinator(sys.argv[1]), []

@@ -98,8 +98,7 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
 def test_a_step_is_written_into_no_folder_of_a_step(
     job: Job, tmp_path: Path, spool_folder: Path, by: str, below: str
 ) -> None:
-    job.stage(30, {"model": {"w": torch.ones(9)}})
-    job.commit(30)
+    job.commit_states(30, {"model": {"w": torch.ones(9)}})
     replicate(job.root, f"file://{tmp_path}/copies", 30)
     to_dcp(job.root, 30, tmp_path / "dcp", components=["model"])
     inside = step_folder(job.root, 30) / below

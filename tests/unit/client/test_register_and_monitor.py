@@ -338,8 +338,7 @@ def test_a_function_is_not_called_for_what_its_run_has_committed(
         saves.save_sync(write, 4, is_state_dict=committed == "state_dict")
         commit(job.save(4, kind=committed), [], [*read_statuses(job.spool, 1, 4, committed)])
     else:
-        job.stage(4, {"model": {"w": torch.ones(3)}}, kind=committed)
-        job.commit(4, kind=committed)
+        job.commit_states(4, {"model": {"w": torch.ones(3)}}, kind=committed)
     before = (job.root / "global_step_4" / MODEL).read_bytes()
     is_sync, called = kind == "state_dict", list[int]()
     if by == "images" and committed == "state_dict":

@@ -20,8 +20,7 @@ def test_a_run_that_loads_nothing_where_steps_are_is_told_once(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert RunContext(job.root, "first").get().number == 1
-    job.stage(10, {"model": {"w": torch.ones(3)}})
-    job.commit(10)
+    job.commit_states(10, {"model": {"w": torch.ones(3)}})
     assert caplog.text == ""
     assert RunContext(job.root, "first").get().number == 1  # another rank
     loaded = RunContext(job.root, "second")
@@ -46,8 +45,7 @@ def commit_in_run(job: Job, run: int, key: str, step: int, resumed_from: int | N
     if resumed_from is not None:
         context.begin_at(resumed_from)
     assert context.get().number == run
-    job.stage(step, {"model": {"w": torch.full((3,), float(step))}}, run=run)
-    job.commit(step, run=run)
+    job.commit_states(step, {"model": {"w": torch.full((3,), float(step))}}, run=run)
 
 
 @pytest.mark.parametrize("loads", [30, 10, None])
@@ -89,8 +87,7 @@ def test_a_run_that_a_process_with_nothing_to_load_began_first_supersedes_no_ste
             late.begin_at(loaded)
             RunContext(job.root, f"run {number}").begin_at(loaded)
         for step in range(loaded + 1, loaded + 4):
-            job.stage(step, {"model": {"w": torch.ones(3)}}, run=number)
-            job.commit(step, run=number)
+            job.commit_states(step, {"model": {"w": torch.ones(3)}}, run=number)
         prune(
             job.root, plan_prune(job.root, Rules(parse_policy("last=2"), parse_policy("last=1")), 0)
         )

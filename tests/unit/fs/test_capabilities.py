@@ -115,8 +115,7 @@ def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_fol
         job = Job(mount, open_job_spool(spool_folder, mount))
         for run in (1, 2):  # the second takes the place of the first one's step
             open_run(mount, f"run {run}", 0)
-            job.stage(4, {"model": {"w": torch.full((5000,), float(run))}}, run=run)
-            job.commit(4, run=run)
+            job.commit_states(4, {"model": {"w": torch.full((5000,), float(run))}}, run=run)
         assert open_run(mount, "run 2", 0).number == 2
         assert load_states(mount, 4, "actor")["model"]["w"][0] == 2
         for stager in job.stagers.values():

@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import xxhash
 
 from tests.support.disk import no_file_above
+from tests.support.dying import end_of
 from trinity_sync.fs.direct_io import (
     CHUNK,
     IN_FLIGHT,
@@ -137,14 +139,11 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_thread_that_yields_more_already_keeps_to_it_without_a_privilege(
     nice: int, then: int
 ) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setpriority(os.PRIO_PROCESS, 0, 3)
-            if os.getuid() == 0:
-                os.setresuid(65534, 65534, 65534)
-            lower_thread_priority(nice)
-            os._exit(os.getpriority(os.PRIO_PROCESS, 0))
-        finally:
-            os._exit(99)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == then
+    def lower() -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, 3)
+        if os.getuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+        lower_thread_priority(nice)
+        sys.exit(os.getpriority(os.PRIO_PROCESS, 0))
+
+    assert end_of(lower) == then

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.dying import ANOTHER_USER, as_another_user, end_of
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.restricted import restricted
@@ -36,9 +37,6 @@ from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage import leases, metrics, restore
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
-
-ANOTHER_USER = 12345
-"""The number of a user, and of a group, that is no other's."""
 
 
 @contextmanager
@@ -150,14 +148,13 @@ def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_p
     path = tmp_path / "lock"
     with ExitStack() as block:
         held = block.enter_context(acquire_file_lock(path))
-        if (child := os.fork()) == 0:
-            try:
-                with pytest.raises(CommitError, match="belongs to the process that forked this"):
-                    held.require_held()
-                block.close()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+
+        def leave() -> None:
+            with pytest.raises(CommitError, match="belongs to the process that forked this"):
+                held.require_held()
+            block.close()
+
+        assert end_of(leave) == 0
         assert not is_free(path)
     assert is_free(path)
 
@@ -211,10 +208,7 @@ def test_a_slot_that_is_closed_in_a_child_stays(tmp_path: Path) -> None:
     slot = Slot(path)
     slot.image(9)[:9] = 7
     assert slot.try_lock()
-    if (child := os.fork()) == 0:
-        slot.close(remove=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    assert end_of(lambda: slot.close(remove=True)) == 0
     assert path.read_bytes()[:9] == b"\x07" * 9
     assert not is_free(path)
     slot.unlock()
@@ -225,10 +219,7 @@ def test_a_slot_that_is_closed_in_a_child_stays(tmp_path: Path) -> None:
 def test_a_lease_is_released_only_by_the_process_that_acquired_it(job: Job) -> None:
     commit_files(job.root, 4)
     with acquire_lease(job.root, 4, "parent") as lease:
-        if (child := os.fork()) == 0:
-            lease.__exit__(None, None, None)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        assert end_of(lambda: lease.__exit__(None, None, None)) == 0
         assert [each.holder for each in list_leases(job.root)] == ["parent"]
     assert list_leases(job.root) == []
 
@@ -343,12 +334,12 @@ def test_a_child_has_no_lock_file_open_whenever_it_is_forked(tmp_path: Path) -> 
     threads = [threading.Thread(target=lock_and_release) for _ in range(2)]
     for thread in threads:
         thread.start()
-    ends = []
-    for _ in range(30):
-        if (child := os.fork()) == 0:
-            has = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-            os._exit(tmp_path / "lock" in has)
-        ends.append(os.waitpid(child, 0)[1])
+
+    def look() -> None:
+        has = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert tmp_path / "lock" not in has
+
+    ends = [end_of(look) for _ in range(30)]
     over.set()
     for thread in threads:
         thread.join()
@@ -376,8 +367,7 @@ def test_a_slot_that_a_process_hangs_on_is_read_from_disk(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(restore, "SLOT_S", 0.05)
-    job.stage(1, {"model": {"w": torch.ones(9)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(9)}})
     slot = job.spool.slot("actor", "model", 0, 0)
     with running(HOLD, slot) as hangs:
         states = restore.load_states(job.root, 1, "actor", spool=job.spool)
@@ -446,24 +436,6 @@ def test_a_file_moved_to_the_path_of_a_lock_gets_no_permissions(tmp_path: Path) 
     secret.rename(tmp_path / "lock")
     with acquire_file_lock(tmp_path / "lock"):
         assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o640
-
-
-def as_another_user(body: object, *groups: int) -> None:
-    """Call ``body`` in a child that is another user."""
-    if os.getuid():
-        pytest.skip("only root can be another user")
-    if (child := os.fork()) == 0:
-        try:
-            os.setgroups(groups)
-            os.setgid(ANOTHER_USER)
-            os.setuid(ANOTHER_USER)
-            body()  # type: ignore[operator]
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, repr(error).encode())
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from tests.support.disk import no_file_above
+from tests.support.disk import flip_a_byte, no_file_above
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
@@ -316,9 +316,7 @@ def test_a_corrupted_file_is_refused_before_anything_is_loaded(
     state = odd_state()
     save(DcpSaver(saves), 7, state).result(30)
     path = step_folder(saves.root, 7) / "actor/__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[-1000] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(path, -1000)
     found = zeros(state)
     with pytest.raises(CheckpointException, match=r"__0_0.distcp is corrupted"):
         dcp.load(found, storage_reader=StepReader(saves.root, 7), no_dist=True)
@@ -329,9 +327,7 @@ def test_a_corrupted_file_is_refused_before_anything_is_loaded(
 def test_a_corrupted_index_is_refused(saves: CheckpointCoordinator) -> None:
     save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
     path = step_folder(saves.root, 7) / "actor/.metadata"
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(path, -20)
     with pytest.raises(CheckpointException, match=r"\.metadata is corrupted"):
         load(saves.root, 7, {"w": torch.ones(3)})
 

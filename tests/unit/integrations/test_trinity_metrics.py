@@ -16,15 +16,13 @@ def test_what_was_measured_of_the_step_that_a_run_resumed_from_is_of_the_run_tha
 ) -> None:
     open_run(job.root, "first", 0)
     for step in (10, 20):
-        job.stage(step, {"model": {"w": torch.ones(3)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.ones(3)}})
     open_run(job.root, "second", 10, 1)
     trainer = SimpleNamespace(save_interval=10, total_steps=100)
     log = ExplorerLog(SimpleNamespace(checkpoint_job_dir=str(job.root), trainer=trainer))
     for version in (10, 20):  # the second is of the weights that this run made
         log.note_logged(1, {"rollout/model_version": version, "eval/accuracy": version / 100})
     open_metrics(job.root.resolve()).close()
-    job.stage(20, {"model": {"w": torch.zeros(3)}}, run=2)
-    job.commit(20, run=2)
+    job.commit_states(20, {"model": {"w": torch.zeros(3)}}, run=2)
     found = {step: Checkpoints(job.root).metrics(step) for step in (10, 20)}
     assert {step: each["eval/accuracy"] for step, each in found.items()} == {10: 0.1, 20: 0.2}

@@ -86,8 +86,7 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     job: Job, tmp_path: Path
 ) -> None:
     settings = Settings(home=tmp_path)
-    job.stage(7, {"model": {"w": torch.zeros(3)}})
-    job.commit(7)
+    job.commit_states(7, {"model": {"w": torch.zeros(3)}})
     register_job(settings, job.root)
     port = WorkerMetrics().serve(settings, at(free_port()))
     assert newest_step(port) == 7

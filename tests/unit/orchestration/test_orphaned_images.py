@@ -92,8 +92,7 @@ def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job) -> No
 
 
 def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job) -> None:
-    job.stage(5, {"model": {"w": torch.ones(10)}})
-    job.commit(5)
+    job.commit_states(5, {"model": {"w": torch.ones(10)}})
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(5, {"model": {"w": torch.zeros(10)}})
     assert find_orphaned_steps(job) == [5]
@@ -107,8 +106,7 @@ def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job
 
 def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
     commit_and_die_after_the_manifest(job, 5)
-    job.stage(6, {"model": {"w": torch.ones(10)}})
-    job.commit(6)
+    job.commit_states(6, {"model": {"w": torch.ones(10)}})
     assert find_orphaned_steps(job) == []
     assert read_latest_pointer(job.root, "checkpoint") == 6
     assert job.spool.tickets() == ([], [])
@@ -116,8 +114,7 @@ def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
 
 def test_a_commit_that_died_and_was_superseded_does_not_move_the_pointer(job: Job) -> None:
     open_run(job.root, "first", 0)
-    job.stage(4, {"model": {"w": torch.ones(10)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.ones(10)}})
     commit_and_die_after_the_manifest(job, 5)
     open_run(job.root, "second", 4)
     assert find_orphaned_steps(job) == []

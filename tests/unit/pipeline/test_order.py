@@ -114,8 +114,7 @@ class Node:
         root.mkdir()
         open_identity(root)
         job = Job(root, open_job_spool(self.spool, root))
-        job.stage(1, {"model": STATE})
-        job.commit(1)
+        job.commit_states(1, {"model": STATE})
         remote = {"remote": f"file://{root}-remote", "remote_required": required}
         write_job_settings(root, remote)
         job.stage(2, {"model": STATE}, keep=1, export="hf_model")

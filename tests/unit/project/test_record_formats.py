@@ -183,6 +183,21 @@ def scene(job: Job, tmp_path: Path, spool_folder: Path) -> Scene:
     return Scene(job, Settings(spool=spool_folder, home=tmp_path), version)
 
 
+def require_refused(scene: Scene, path: Path, use: Callable[[Scene], object], change: int) -> str:
+    """Require that a use refuses a record of another release, and changes no file of the root."""
+    of_another_release(path, change)
+    before = lasting_files(scene.job.root)
+    with environment({}), pytest.raises(FormatError, match=upgrade(change)) as found:
+        use(scene)
+    assert str(path) in str(found.value)
+    assert lasting_files(scene.job.root) == before
+    return str(found.value)
+
+
+def lasting_files(root: Path) -> dict[str, bytes]:
+    return {n: c for n, c in content(root).items() if not n.endswith((".lock", ".tmp"))}
+
+
 SPOOL_USES: dict[str, Callable[[Scene], object]] = {
     "the trainer opens it": lambda at: open_job_spool(at.settings.spool, at.job.root),
     "the trainer saves": lambda at: at.job.stage(5, STATE),
@@ -203,18 +218,11 @@ SPOOL_USES: dict[str, Callable[[Scene], object]] = {
 def test_a_spool_of_another_release_is_refused_and_left_unchanged(
     scene: Scene, use: str, change: int
 ) -> None:
-    of_another_release(scene.owner, change)
-    before = content(scene.job.spool.folder), content(scene.job.root)
-    with pytest.raises(FormatError, match=upgrade(change)) as found:
-        SPOOL_USES[use](scene)
-    assert str(scene.owner) in str(found.value)
-    assert f"remove {scene.job.spool.folder}" in str(found.value)
-    after = content(scene.job.spool.folder), content(scene.job.root)
-    locks = {name for name in after[1] if name.endswith(".lock")}
-    assert after[0] == before[0]
-    assert {name: after[1][name] for name in after[1].keys() - locks} == {
-        name: before[1][name] for name in before[1].keys() - locks
-    }
+    before = content(scene.job.spool.folder)
+    said = require_refused(scene, scene.owner, SPOOL_USES[use], change)
+    assert f"remove {scene.job.spool.folder}" in said
+    after = content(scene.job.spool.folder)
+    assert after == before | {str(scene.owner): after[str(scene.owner)]}
 
 
 @both
@@ -270,16 +278,7 @@ ROOT_USES: dict[str, Callable[[Scene], object]] = {
 def test_a_root_of_another_release_is_refused_and_left_unchanged(
     scene: Scene, use: str, change: int
 ) -> None:
-    of_another_release(scene.identity, change)
-    before = content(scene.job.root)
-    with pytest.raises(FormatError, match=upgrade(change)) as found:
-        ROOT_USES[use](scene)
-    assert str(scene.identity) in str(found.value)
-    after = content(scene.job.root)
-    temporary = {name for name in after if name.endswith((".lock", ".tmp"))}
-    assert {name: after[name] for name in after.keys() - temporary} == {
-        name: before[name] for name in before.keys() - temporary
-    }
+    require_refused(scene, scene.identity, ROOT_USES[use], change)
     assert slot_of(scene.job, 4)
 
 
@@ -337,16 +336,7 @@ def test_a_root_with_a_step_of_another_release_is_refused_and_left_unchanged(
     scene: Scene, use: str, change: int
 ) -> None:
     path = step_folder(scene.job.root, 2) / "manifest.json"
-    of_another_release(path, change)
-    before = content(scene.job.root)
-    with environment({}), pytest.raises(FormatError, match=upgrade(change)) as found:
-        STEP_USES[use](scene)
-    assert str(path) in str(found.value)
-    after = content(scene.job.root)
-    temporary = {name for name in after if name.endswith((".lock", ".tmp"))}
-    assert {name: after[name] for name in after.keys() - temporary} == {
-        name: before[name] for name in before.keys() - temporary
-    }
+    require_refused(scene, path, STEP_USES[use], change)
     assert slot_of(scene.job, 4)
 
 

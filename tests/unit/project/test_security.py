@@ -78,8 +78,7 @@ def trap(job: Job, tmp_path: Path) -> Path:
     """A step with a file that would run something; the file that shows it."""
     ran = tmp_path / "ran"
     for step in (1, 2):
-        job.stage(step, {"model": {"w": torch.zeros(3), "more": Runs(ran)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.zeros(3), "more": Runs(ran)}})
     return ran
 
 
@@ -214,8 +213,7 @@ def test_own_and_trusted_files_are_loaded_whole(
 
 def test_tensors_and_random_states_of_others_are_loaded(job: Job) -> None:
     rng = {"numpy": np.random.RandomState(1).get_state(), "cpu": torch.get_rng_state()}
-    job.stage(1, {"model": {"w": torch.randn(3)}, "extra_state": {"rng": rng}})
-    job.commit(1, "model", "extra_state")
+    job.commit_states(1, {"model": {"w": torch.randn(3)}, "extra_state": {"rng": rng}})
     own = load_states(job.root, 1, "actor")
     for path in (step_folder(job.root, 1) / "actor").glob("*.pt"):
         of_others(path)
@@ -356,8 +354,7 @@ SPELLED = [
 def test_a_folder_that_is_not_allowed_is_no_store_however_it_is_spelled(
     job: Job, tmp_path: Path, spelled: str
 ) -> None:
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.zeros(3)}})
     commit_files(tmp_path / "theirs", 1)
     before = (step_folder(tmp_path / "theirs", 1) / MANIFEST).read_bytes()
     url = spelled.format(tmp_path / "theirs")
@@ -407,8 +404,7 @@ def test_a_password_in_a_url_is_not_repeated() -> None:
 
 
 def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Path) -> None:
-    job.stage(1, {"model": {"w": torch.ones(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(3)}})
     replicate(job.root, f"file://{tmp_path}/store", 1)
     mine, new = tmp_path / "mine", tmp_path / "new"
     mine.write_text("mine")

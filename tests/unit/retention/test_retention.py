@@ -351,8 +351,9 @@ def test_the_newest_healthy_step_is_kept_for_its_kind_with_the_reason(root: Path
 
 def test_a_healthy_step_stays_if_its_healthy_successor_was_replaced_meanwhile(job: Job) -> None:
     for step in (1, 2, 3):
-        job.stage(step, {"model": {"w": torch.full((9,), float(step if step < 3 else "nan"))}})
-        job.commit(step)
+        job.commit_states(
+            step, {"model": {"w": torch.full((9,), float(step if step < 3 else "nan"))}}
+        )
     plan = planned(job.root)
     assert (numbers(list(plan.removed)), plan.healthy["checkpoint"].step) == ([1], 2)
     manifest = read_manifest(job.root, 2)
@@ -455,12 +456,10 @@ def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
 
 def test_a_step_with_a_pending_checkpoint_is_kept(job: Job) -> None:
     weight = {"w": torch.zeros(100)}
-    job.stage(3, {"model": weight}, kind="state_dict")
-    job.commit(3, kind="state_dict")
+    job.commit_states(3, {"model": weight}, kind="state_dict")
     job.stage(3, {"optim": weight}, also=("model",))  # its model is the sync's file
     for step in (4, 5):
-        job.stage(step, {"model": weight}, kind="state_dict")
-        job.commit(step, kind="state_dict")
+        job.commit_states(step, {"model": weight}, kind="state_dict")
     spool = job.spool.folder.parent
     assert spared(prune(job.root, syncs="last=1", spool=spool)) == {3: "a save of it is in flight"}
     job.commit(3, "model", "optim")

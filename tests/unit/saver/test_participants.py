@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.disk import no_file_opens
+from tests.support.disk import flip_a_byte, no_file_opens
 from tests.support.savers import await_that
 from tests.unit.saver.conftest import Make
 from trinity_sync import Checkpoints, Participant, RolloutLedger, Settings
 from trinity_sync.client import cut
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import (
     CommitError,
     ConfigError,
@@ -107,15 +108,26 @@ class Queue:
         self.process.stdin.flush()
 
 
-def controller(root: Path, settings: Settings, key: str) -> Participant:
-    return Participant(root, role="controller", roles=ROLES, run_key=key, settings=settings)
+def join(trainer: CheckpointCoordinator, role: str = "controller", key: str = "run") -> Participant:
+    """A participant of a trainer's job."""
+    how: dict[str, Any] = {"roles": trainer.roles, "settings": trainer.settings}
+    return Participant(trainer.root, role=role, run_key=key, **how)
+
+
+@contextmanager
+def answering(part: Participant, answer: Callable[[int | None], object]) -> Iterator[None]:
+    """Have a participant answer the cut of the block."""
+    thread = threading.Thread(target=lambda: answer(part.wait_cut(60)))
+    thread.start()
+    yield
+    thread.join()
 
 
 def test_all_roles_resume_from_the_moment_of_the_cut_after_all_were_killed(
-    coordinator: Make, settings: Settings, tmp_path: Path, queue: Callable[..., Queue]
+    coordinator: Make, tmp_path: Path, queue: Callable[..., Queue]
 ) -> None:
     trainer = coordinator(roles=ROLES, run_key="first")
-    other = controller(trainer.root, settings, "first")
+    other = join(trainer, key="first")
     held = queue(trainer.root, "first", "work")
     assert held.began == "None 0"
     for word in ("put", "put", "cut"):
@@ -132,7 +144,7 @@ def test_all_roles_resume_from_the_moment_of_the_cut_after_all_were_killed(
 
     again = queue(trainer.root, "second", "restored")
     assert again.began == "4 2 ii"
-    with controller(trainer.root, settings, "second") as resumed:
+    with join(trainer, key="second") as resumed:
         assert resumed.load(4) == {"cursor": 17}
     with pytest.raises(ConfigError, match="has files"):
         resumed.restore_folder(4, "storage", tmp_path / "restored")
@@ -141,15 +153,13 @@ def test_all_roles_resume_from_the_moment_of_the_cut_after_all_were_killed(
 
 
 def test_a_changed_byte_of_a_participants_folder_is_found(
-    coordinator: Make, settings: Settings, tmp_path: Path
+    coordinator: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "storage" / "below").mkdir(parents=True)
     (tmp_path / "storage" / "below" / "items").write_bytes(b"item" * 5000)
     (tmp_path / "storage" / "none").touch()
     trainer = coordinator(roles=("actor", "queue"), run_key="run")
-    part = Participant(
-        trainer.root, role="queue", roles=("actor", "queue"), run_key="run", settings=settings
-    )
+    part = join(trainer, "queue")
     part.prewarm(20_000)
     slots = {path.name for path in part._saves.spool.folder.glob("queue*.slot")}
     with part:
@@ -160,9 +170,7 @@ def test_a_changed_byte_of_a_participants_folder_is_found(
     part.restore_folder(1, "storage", tmp_path / "copy")
     assert (tmp_path / "copy" / "below" / "items").read_bytes() == b"item" * 5000
     path = trainer.root / "global_step_1" / "queue" / "storage" / "below" / "items"
-    content = bytearray(path.read_bytes())
-    content[7777] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(path, 7777)
     with pytest.raises(CommitError, match="items is corrupted"):
         part.restore_folder(1, "storage", tmp_path / "other")
     (step,) = judge_steps(check_files(choose_files(trainer.root, step=1)))
@@ -175,13 +183,10 @@ def test_a_step_with_all_parts_comes_back_from_a_store_on_an_empty_machine(
     (tmp_path / "storage").mkdir()
     (tmp_path / "storage" / "items").write_bytes(b"item" * 5000)
     trainer = coordinator(roles=("actor", "queue"), run_key="run")
-    part_roles, key = ("actor", "queue"), "run"
     ledger = RolloutLedger()
     ledger.issue(range(4))
     ledger.train([0], 1)
-    with Participant(
-        trainer.root, role="queue", roles=part_roles, run_key=key, settings=settings
-    ) as part:
+    with join(trainer, "queue") as part:
         state = {"ledger": ledger.state_dict()}
         part.save(1, state, folders={"storage": tmp_path / "storage"})
         trainer.attach_folder("loader", tmp_path / "storage", step=1)
@@ -190,7 +195,7 @@ def test_a_step_with_all_parts_comes_back_from_a_store_on_an_empty_machine(
     fetch(f"s3://{bucket}/job", 1, tmp_path / "elsewhere")
     other = Settings(spool=settings.spool, home=tmp_path / "other", saver="auto")
     with Participant(
-        tmp_path / "elsewhere", role="queue", roles=part_roles, run_key="next", settings=other
+        tmp_path / "elsewhere", role="queue", roles=trainer.roles, run_key="next", settings=other
     ) as there:
         again = RolloutLedger()
         again.load_state_dict(there.load(1)["ledger"], step=1)
@@ -214,7 +219,7 @@ def test_a_step_with_all_parts_comes_back_from_a_store_on_an_empty_machine(
 
 
 def test_the_death_of_a_participant_is_seen_at_the_next_cut(
-    coordinator: Make, settings: Settings, queue: Callable[..., Queue]
+    coordinator: Make, queue: Callable[..., Queue]
 ) -> None:
     trainer = coordinator(roles=("actor", "queue"), run_key="run")
     held = queue(trainer.root, "run", "work")
@@ -224,11 +229,9 @@ def test_the_death_of_a_participant_is_seen_at_the_next_cut(
         trainer.cut(1)
 
 
-def test_a_cut_without_an_answer_names_the_role_and_so_does_the_save(
-    coordinator: Make, settings: Settings
-) -> None:
+def test_a_cut_without_an_answer_names_the_role_and_so_does_the_save(coordinator: Make) -> None:
     trainer = coordinator(roles=ROLES, run_key="run", job={"rank_timeout_s": 0.5})
-    with controller(trainer.root, settings, "run"):
+    with join(trainer):
         with pytest.raises(
             SaveTimeoutError, match="of role queue, which has not started, controller"
         ):
@@ -238,59 +241,43 @@ def test_a_cut_without_an_answer_names_the_role_and_so_does_the_save(
             trainer.wait_all(60)
 
 
-def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make, settings: Settings) -> None:
+def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make) -> None:
     trainer = coordinator(roles=("actor", "controller"), run_key="run")
-    part = Participant(
-        trainer.root,
-        role="controller",
-        roles=("actor", "controller"),
-        run_key="run",
-        settings=settings,
-    )
+    part = join(trainer)
     raised: list[BaseException] = []
 
-    def answer() -> None:
+    def answer(step: int | None) -> None:
         try:
-            part.save(part.wait_cut(60), **given.pop())
+            part.save(step, **given.pop())
         except Exception as error:
             raised.append(error)
 
     wrong: dict[str, Any] = {"state": {}, "folders": {"storage": None}}
     given = [wrong, {"state": {"queue": lambda: None}}]
     for _ in range(2):
-        answering = threading.Thread(target=answer)
-        answering.start()
-        with pytest.raises(SaveError, match="role controller could not be saved"):
+        refused = pytest.raises(SaveError, match="role controller could not be saved")
+        with answering(part, answer), refused:
             trainer.cut(1, timeout_s=60)
-        answering.join()
     assert "cannot be staged" in str(raised[0])
     assert isinstance(raised[1], TypeError)
-    answering = threading.Thread(target=lambda: part.save(part.wait_cut(60), {"cursor": 1}))
-    answering.start()
-    trainer.cut(1)
-    answering.join()
+    with answering(part, lambda step: part.save(step, {"cursor": 1})):
+        trainer.cut(1)
     trainer.save(1, MODEL)
     trainer.wait_all(60)
     part.close()
 
 
 def test_a_state_that_cannot_be_saved_stops_no_role_that_has_saved(
-    coordinator: Make, settings: Settings, tmp_path: Path
+    coordinator: Make, tmp_path: Path
 ) -> None:
-    roles, folder = ("actor", "controller"), tmp_path / "storage"
-    folder.mkdir()
-    trainer = coordinator(roles=roles, run_key="run")
-    with Participant(
-        trainer.root, role="controller", roles=roles, run_key="run", settings=settings
-    ) as part:
+    (folder := tmp_path / "storage").mkdir()
+    trainer = coordinator(roles=("actor", "controller"), run_key="run")
+    with join(trainer) as part:
         for step, name in enumerate(("items", "link", "items"), 1):
             (folder / name).touch() if name == "items" else (folder / name).symlink_to("nowhere")
-            answer = partial(part.save, state={}, folders={"storage": folder})
-            answering = threading.Thread(target=lambda: answer(part.wait_cut(60)))  # noqa: B023
-            answering.start()
-            trainer.cut(step, timeout_s=60)
-            failure = trainer.save(step, MODEL).failure
-            answering.join()
+            with answering(part, partial(part.save, state={}, folders={"storage": folder})):
+                trainer.cut(step, timeout_s=60)
+                failure = trainer.save(step, MODEL).failure
             for each in (trainer, part):
                 wrong = pytest.raises(SaveFailedError, match=r"storage/link cannot")
                 with nullcontext() if name == "items" else wrong:
@@ -301,12 +288,12 @@ def test_a_state_that_cannot_be_saved_stops_no_role_that_has_saved(
 
 
 def test_a_state_that_comes_after_the_trainer_has_ceased_to_wait_is_not_that_of_the_step(
-    coordinator: Make, settings: Settings
+    coordinator: Make,
 ) -> None:
-    how: dict[str, Any] = {"roles": ("actor", "controller"), "run_key": "run"}
-    trainer = coordinator(job={"rank_timeout_s": 0.5}, **how)
+    roles = ("actor", "controller")
+    trainer = coordinator(job={"rank_timeout_s": 0.5}, roles=roles, run_key="run")
     with ThreadPoolExecutor(1) as thread:
-        part = Participant(trainer.root, role="controller", settings=settings, **how)
+        part = join(trainer)
         for step, timeout_s in ((1, 60.0), (2, 0.5), (3, 60.0)):
             asked = thread.submit(trainer.cut, step, timeout_s=timeout_s)
             assert part.wait_cut(60) == step
@@ -329,17 +316,14 @@ def test_a_state_that_comes_after_the_trainer_has_ceased_to_wait_is_not_that_of_
 
 
 def test_a_step_without_a_cut_fails_each_save_and_an_emergency_save_and_not_a_later_cut(
-    coordinator: Make, settings: Settings
+    coordinator: Make,
 ) -> None:
-    how: dict[str, Any] = {"roles": ("actor", "controller"), "run_key": "run"}
-    trainer = coordinator(**how)
-    with Participant(trainer.root, role="controller", settings=settings, **how) as part:
+    trainer = coordinator(roles=("actor", "controller"), run_key="run")
+    with join(trainer) as part:
 
         def save(step: int) -> None:
-            answering = threading.Thread(target=lambda: part.save(part.wait_cut(60), {"at": step}))
-            answering.start()
-            trainer.cut(step, timeout_s=60)
-            answering.join()
+            with answering(part, lambda at: part.save(at, {"at": step})):
+                trainer.cut(step, timeout_s=60)
             trainer.save(step, MODEL)
             trainer.wait_all(60)
 
@@ -356,11 +340,10 @@ def test_a_step_without_a_cut_fails_each_save_and_an_emergency_save_and_not_a_la
 
 
 def test_a_participant_that_can_open_no_file_goes_on_and_saves_the_next_step(
-    coordinator: Make, settings: Settings
+    coordinator: Make,
 ) -> None:
-    how: dict[str, Any] = {"roles": ("actor", "controller"), "run_key": "run"}
-    trainer = coordinator(**how)
-    with Participant(trainer.root, role="controller", settings=settings, **how) as part:
+    trainer = coordinator(roles=("actor", "controller"), run_key="run")
+    with join(trainer) as part:
         for step, opens in enumerate((nullcontext, no_file_opens, nullcontext), 1):
             cutting = threading.Thread(target=trainer.cut, args=(step,), kwargs={"timeout_s": 1.0})
             cutting.start()
@@ -377,24 +360,22 @@ def test_a_participant_that_can_open_no_file_goes_on_and_saves_the_next_step(
 
 
 def test_a_request_of_an_earlier_start_is_not_answered(
-    coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    coordinator: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cut, "TAKEN_S", 0.1)
     trainer = coordinator(roles=ROLES, run_key="first")
     with pytest.raises(SaveTimeoutError):
         trainer.cut(1, timeout_s=0)
-    with controller(trainer.root, settings, "second") as part:
+    with join(trainer, key="second") as part:
         assert part.wait_cut() is None
         with pytest.raises(LockTimeoutError, match=r"controller\.lock"):
-            controller(trainer.root, settings, "second")
+            join(trainer, key="second")
     trainer.close()
 
 
-def test_the_answer_of_an_earlier_start_is_none_of_this_one(
-    coordinator: Make, settings: Settings
-) -> None:
+def test_the_answer_of_an_earlier_start_is_none_of_this_one(coordinator: Make) -> None:
     trainer = coordinator(roles=ROLES, run_key="second")
-    with controller(trainer.root, settings, "first"):
+    with join(trainer, key="first"):
         pass
     missing = "role queue, which has not started, controller, which has not started"
     with pytest.raises(SaveTimeoutError, match=missing):
@@ -412,7 +393,7 @@ def test_a_participant_needs_the_runs_key_and_a_role_of_the_job(
 
 
 def test_a_role_or_folder_whose_name_no_file_can_have_is_refused_where_it_is_given(
-    coordinator: Make, settings: Settings, tmp_path: Path
+    coordinator: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"role 'q{101}' may hold .*, 100 at most"):
         coordinator(roles=("actor", "q" * 101))
@@ -422,9 +403,7 @@ def test_a_role_or_folder_whose_name_no_file_can_have_is_refused_where_it_is_giv
     (tmp_path / "storage" / ("f" * 200)).write_bytes(b"x")
     (tmp_path / "too long").mkdir()
     (tmp_path / "too long" / ("f" * 201)).write_bytes(b"x")
-    with Participant(
-        trainer.root, role=roles[1], roles=roles, run_key="run", settings=settings
-    ) as part:
+    with join(trainer, roles[1]) as part:
         for folders in ({"../x": tmp_path / "storage"}, {"x": tmp_path / "too long"}):
             with pytest.raises(ConfigError, match="pass a path below the folder"):
                 part.save(1, {}, folders=folders)
@@ -433,55 +412,38 @@ def test_a_role_or_folder_whose_name_no_file_can_have_is_refused_where_it_is_giv
         part.wait_all(60)
 
 
-def test_a_participant_that_died_alone_cannot_go_on_with_an_older_state(
-    coordinator: Make, settings: Settings
-) -> None:
-    roles = ("actor", "controller")
-    trainer = coordinator(roles=roles, run_key="run")
-    with Participant(
-        trainer.root, role="controller", roles=roles, run_key="run", settings=settings
-    ) as part:
+def test_a_participant_that_died_alone_cannot_go_on_with_an_older_state(coordinator: Make) -> None:
+    trainer = coordinator(roles=("actor", "controller"), run_key="run")
+    with join(trainer) as part:
         part.save(1, {"cursor": 1})
         trainer.save(1, MODEL)
-    with (
-        Participant(
-            trainer.root, role="controller", roles=roles, run_key="run", settings=settings
-        ) as again,
-        pytest.raises(ConfigError, match="cannot begin again"),
-    ):
+    with join(trainer) as again, pytest.raises(ConfigError, match="cannot begin again"):
         again.load(1)
 
 
 def test_a_cut_that_is_repeated_is_not_answered_with_the_state_of_the_first(
-    coordinator: Make, settings: Settings
+    coordinator: Make,
 ) -> None:
-    roles = ("actor", "controller")
-    trainer = coordinator(roles=roles, run_key="run")
-    name: dict[str, Any] = {"role": "controller", "roles": roles, "run_key": "run"}
-    with Participant(trainer.root, **name, settings=settings) as part:
+    trainer = coordinator(roles=("actor", "controller"), run_key="run")
+    with join(trainer) as part:
         with pytest.raises(SaveTimeoutError):
             trainer.cut(1, timeout_s=0.1)
         part.save(1, {"cursor": 1})  # late
         for cursor, refused in ((1, False), (2, True)):
-            state = {"cursor": cursor}
-            answering = threading.Thread(target=lambda: part.save(part.wait_cut(60), state))  # noqa: B023
-            answering.start()
-            with pytest.raises(SaveError, match="another state") if refused else nullcontext():
+            other = pytest.raises(SaveError, match="another state")
+            answer = partial(part.save, state={"cursor": cursor})
+            with answering(part, answer), other if refused else nullcontext():
                 trainer.cut(1, timeout_s=60)
-            answering.join()
         trainer.save(1, MODEL)  # which commits the first state
         with pytest.raises(SaveFailedError):
             part.wait_all(60)
 
 
 def test_what_the_trainer_keeps_holds_though_a_participants_image_came_first(
-    coordinator: Make, settings: Settings
+    coordinator: Make,
 ) -> None:
-    roles = ("actor", "queue")
-    trainer = coordinator(roles=roles, run_key="run")
-    with Participant(
-        trainer.root, role="queue", roles=roles, run_key="run", settings=settings
-    ) as part:
+    trainer = coordinator(roles=("actor", "queue"), run_key="run")
+    with join(trainer, "queue") as part:
         for step in (1, 2, 3, 4):
             part.save(step, {"at": step})
             begun = trainer.spool.folder.glob

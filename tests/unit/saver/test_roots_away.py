@@ -96,8 +96,7 @@ def test_a_save_waits_while_its_root_is_away_and_says_so(
 def test_neither_a_save_nor_a_commit_nor_a_function_creates_a_root_that_is_away(
     coordinator: Make, job: Job, tmp_path: Path
 ) -> None:
-    job.stage(1, {"model": {"w": torch.ones(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(3)}})
     saves = coordinator()
     saves.resumed_from(1)
     job.stage(2, {"model": {"w": torch.ones(3)}}, run=2)

@@ -43,13 +43,11 @@ def fails_to_export(job: Job) -> None:
 
 def is_superseded(job: Job) -> None:
     open_run(job.root, "second", STEP - 1)
-    job.stage(STEP + 1, {"model": {"w": torch.zeros(3)}}, run=2)
-    job.commit(STEP + 1, run=2)
+    job.commit_states(STEP + 1, {"model": {"w": torch.zeros(3)}}, run=2)
 
 
 def is_removed(job: Job) -> None:
-    job.stage(STEP + 1, {"model": {"w": torch.zeros(3)}})
-    job.commit(STEP + 1)
+    job.commit_states(STEP + 1, {"model": {"w": torch.zeros(3)}})
     prune(job.root, "last=1")
 
 

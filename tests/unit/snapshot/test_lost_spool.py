@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.weights import upload
@@ -131,14 +132,7 @@ def test_a_child_of_a_trainer_writes_into_the_file_that_has_the_slots_name(job: 
     remove_spool(job)
     job.spool.make()
     job.spool.slot("actor", "model", 0, 0).write_bytes(bytes(size))
-    child = os.fork()
-    if not child:
-        try:
-            job.stage(2, state(2))
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    assert end_of(lambda: job.stage(2, state(2))) == 0
     assert torch.equal(committed(job, 2), state(2)["model"]["w"])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.dying import end_of
 from tests.support.job import Job
 from tests.support.weights import upload
 from trinity_sync.snapshot.slot import Slot
@@ -102,11 +103,7 @@ def test_a_child_of_a_killed_reader_holds_nothing(job: Job) -> None:
 def test_a_child_does_not_give_back_what_its_parent_holds(job: Job) -> None:
     held = mapped(upload(job, 1, weights(1)))
     before = held.memory.clone()
-    child = os.fork()
-    if not child:
-        held.unlock()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    assert end_of(held.unlock) == 0
     for step in range(2, 7):
         upload(job, step, weights(step))
     assert torch.equal(held.memory, before)
@@ -176,8 +173,7 @@ def test_a_process_that_ends_late_leaves_the_slots_to_the_one_that_was_started(j
     ends_late.close()
     version = upload(job, 2, weights(2), run=2)
     mapped(version).unlock()
-    job.stage(3, {"model": weights(3)}, run=2)
-    job.commit(3, run=2)
+    job.commit_states(3, {"model": weights(3)}, run=2)
     job.stagers.pop(0).close()
     assert slots(job) == []
 

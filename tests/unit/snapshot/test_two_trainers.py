@@ -3,7 +3,6 @@
 A restarted trainer uses the slots of its predecessor, which may still run.
 """
 
-import os
 import random
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.weights import version_in
@@ -245,15 +245,12 @@ def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Tr
     parent.upload(5)
     (slot,) = parent.stager._slots.list_slots("actor", "model", 0)
     assert slot.try_lock()
-    child = os.fork()
-    if not child:
-        try:
-            assert not slot.try_lock()
-            parent.stager.close()  # it is the parent's to remove
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def end() -> None:
+        assert not slot.try_lock()
+        parent.stager.close()  # it is the parent's to remove
+
+    assert end_of(end) == 0
     (same_slot,) = other.stager._slots.list_slots("actor", "model", 0)
     assert not same_slot.try_lock()
     slot.unlock()
@@ -263,15 +260,12 @@ def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Tr
 def test_a_child_that_also_saves_is_another_trainer(trainers: tuple[Trainer, Trainer]) -> None:
     parent, _ = trainers
     parent.upload(5)
-    child = os.fork()
-    if not child:
-        try:
-            parent.run = 3
-            parent.upload(6)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def upload() -> None:
+        parent.run = 3
+        parent.upload(6)
+
+    assert end_of(upload) == 0
     assert parent.publish(5) is None
     parent.stage(5)
     assert same(parent.commit(5), parent.state(5))

@@ -36,8 +36,7 @@ def nothing_runs() -> Iterator[None]:
 
 @pytest.fixture
 def committed(job: Job) -> Job:
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     return job
 
 

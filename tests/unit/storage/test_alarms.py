@@ -69,8 +69,7 @@ def test_a_step_that_is_committed_late_is_not_compared_with_a_later_one(job: Job
 def test_the_files_of_dcp_are_compared(job: Job) -> None:
     for step in (1, 2):
         layout, storages = lay_out({"w": torch.full((50,), 1.0)})
-        job.stage(step, {"dcp": LaidOut("__0_0.distcp", layout, storages)})
-        job.commit(step, "dcp")
+        job.commit_states(step, {"dcp": LaidOut("__0_0.distcp", layout, storages)})
     assert not read(job, 1).alarms
     assert read(job, 2).alarms == ["actor/dcp has not changed since step 1"]
 
@@ -95,6 +94,5 @@ def test_a_manifest_without_health_is_read_and_its_step_counts_as_healthy(job: J
 
 def test_weights_of_whole_numbers_are_compared_as_well(job: Job) -> None:
     for step in (1, 2):
-        job.stage(step, {"model": {"w": torch.arange(9)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.arange(9)}})
     assert read(job, 2).alarms == ["actor/model has not changed since step 1"]

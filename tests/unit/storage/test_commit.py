@@ -154,8 +154,7 @@ def test_a_sync_and_a_checkpoint_that_both_wrote_the_model_both_commit(
 
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
 def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Kind) -> None:
-    job.stage(3, {"model": state(1)}, kind=kind)
-    job.commit(3, kind=kind)
+    job.commit_states(3, {"model": state(1)}, kind=kind)
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(3, {"model": state(2)}, kind="checkpoint")
     with pytest.raises(SaveError, match=r"has committed actor/model\S+ .* with other content"):
@@ -166,8 +165,7 @@ def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Ki
 
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
 def test_a_component_that_is_submitted_after_the_commit_is_refused(job: Job, kind: Kind) -> None:
-    job.stage(3, {"model": state(1)}, kind=kind)
-    committed = job.commit(3, kind=kind)
+    committed = job.commit_states(3, {"model": state(1)}, kind=kind)
     job.stagers.pop(0).close()
     job.stage(3, {"model": state(1), "optim": state(1)}, kind=kind)
     with pytest.raises(SaveError, match=r"without actor/optim\S+ Submit .* in one call"):
@@ -194,8 +192,7 @@ def test_of_a_step_that_is_submitted_twice_before_its_commit_no_components_are_m
     job.stage(2, {"model": state(0)}, kind="state_dict")
     job.stage(3, {"model": state(1), "optim": state(1)})
     job.commit(2, kind="state_dict")  # so the model's slots are filled in another order
-    job.stage(3, {"model": state(2), "optim": state(2)})
-    job.commit(3, "model", "optim")
+    job.commit_states(3, {"model": state(2), "optim": state(2)})
     for name in (MODEL, MODEL.replace("model", "optim")):
         assert torch.load(folder(job, 3) / name)["w"][0] == 1
     late = job.spool.tickets()[0]
@@ -217,8 +214,7 @@ def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
 
 def test_what_is_submitted_again_with_the_same_values_is_committed(job: Job) -> None:
     for _ in range(2):
-        job.stage(3, {"model": state(1)})
-        job.commit(3)
+        job.commit_states(3, {"model": state(1)})
         job.stagers.pop(0).close()
     assert job.spool.tickets() == ([], [])
     assert len(require_committed(job.root, 3).images) == 2
@@ -390,8 +386,7 @@ def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
     with pytest.raises((TicketError, MissingShardsError), match=r"actor\.model\.rank0|role actor"):
         job.commit(4)
     assert find_newest(job.root) is None
-    job.stage(6, {"model": state(1)})
-    job.commit(6)
+    job.commit_states(6, {"model": state(1)})
 
 
 def test_a_corrupted_ticket_of_another_role_or_rank_is_not_blamed(job: Job) -> None:
@@ -516,8 +511,7 @@ def test_an_attempt_that_finds_its_images_committed_by_another_says_nothing_of_a
 
 def test_a_retry_of_a_save_that_was_committed_and_removed_says_so_at_once(job: Job) -> None:
     for step in (3, 4):
-        job.stage(step, {"model": state(step)})
-        job.commit(step)
+        job.commit_states(step, {"model": state(step)})
     shutil.rmtree(folder(job, 3))
     waited = iter([0.0, 0.0])  # no third look at the clock, so it has not waited
     with pytest.raises(SaveError, match=r"step 3 .* was committed at \d.* has been removed"):
@@ -605,8 +599,7 @@ def test_a_commit_that_died_while_it_named_equal_files_is_repeated(
 
 
 def test_a_file_that_was_cut_short_before_it_replaces_another_is_not_committed(job: Job) -> None:
-    job.stage(3, {"model": state(1)})
-    job.commit(3)
+    job.commit_states(3, {"model": state(1)})
     job.stage(3, {"model": state(2)}, run=2)
     written = job.persist(3, run=2)
     os.truncate(written[0].temporary, 10)
@@ -630,26 +623,22 @@ def test_a_file_that_was_swapped_before_the_commit_is_not_committed(job: Job) ->
 def test_an_empty_or_torn_latest_pointer_is_repaired_by_the_next_commit(
     job: Job, torn: str
 ) -> None:
-    job.stage(4, {"model": state(1)})
-    job.commit(4)
+    job.commit_states(4, {"model": state(1)})
     (job.root / "latest_checkpointed_iteration.txt").write_text(torn)
     assert find_newest(job.root).step == 4
-    job.stage(5, {"model": state(1)})
-    job.commit(5)
+    job.commit_states(5, {"model": state(1)})
     assert read_latest_pointer(job.root, "checkpoint") == 5
 
 
 def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> None:
     for step in (4, 5):
-        job.stage(step, {"model": state(step)})
-        job.commit(step)
+        job.commit_states(step, {"model": state(step)})
     path = folder(job, 5) / "manifest.json"
     path.write_text(path.read_text()[:100])
     with pytest.raises(ManifestError, match="torn"):
         read_manifest(job.root, 5)
     assert find_newest(job.root).step == 4
-    job.stage(5, {"model": state(5)})
-    job.commit(5)
+    job.commit_states(5, {"model": state(5)})
     assert find_newest(job.root).step == 5
 
 
@@ -679,8 +668,7 @@ def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
 def test_a_save_of_an_earlier_run_before_the_resumed_step_still_commits(job: Job) -> None:
     open_run(job.root, "first", 0)
     job.stage(9, {"model": state(9)})
-    job.stage(10, {"model": state(10)})
-    job.commit(10)
+    job.commit_states(10, {"model": state(10)})
     open_run(job.root, "second", 10)
     job.commit(9)
     assert find_newest(job.root).step == 10
@@ -689,15 +677,13 @@ def test_a_save_of_an_earlier_run_before_the_resumed_step_still_commits(job: Job
 def checkpoints_of_a_run(job: Job, *steps: int) -> None:
     open_run(job.root, "first", 0)
     for step in steps:
-        job.stage(step, {"model": state(step), "optim": state(-step)})
-        job.commit(step, "model", "optim")
+        job.commit_states(step, {"model": state(step), "optim": state(-step)})
 
 
 def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job: Job) -> None:
     checkpoints_of_a_run(job, 30, 40)
     open_run(job.root, "second", 40)
-    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
-    job.commit(40, run=2, kind="state_dict")
+    job.commit_states(40, {"model": state(40)}, run=2, kind="state_dict")
     found = find_newest(job.root)
     assert (found.step, found.run, len(found.files)) == (40, 2, 2)
     assert torch.load(folder(job, 40) / MODEL.replace("model", "optim"))["w"][0] == -40
@@ -714,14 +700,12 @@ def test_a_checkpoint_that_is_taken_over_keeps_its_metrics(job: Job) -> None:
     checkpoints_of_a_run(job, 30, 40)
     write_metrics(job.root, 1, 40, {"reward": 3.0})
     open_run(job.root, "second", 40)
-    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
-    job.commit(40, run=2, kind="state_dict")
+    job.commit_states(40, {"model": state(40)}, run=2, kind="state_dict")
     assert {each.step: each.metrics for each in describe_steps(RootSteps(job.root))} == {
         30: {},
         40: {"reward": 3.0},
     }
-    job.stage(40, {"model": state(41), "optim": state(41)}, run=3)
-    job.commit(40, "model", "optim", run=3)
+    job.commit_states(40, {"model": state(41), "optim": state(41)}, run=3)
     assert {each.step: each.metrics for each in describe_steps(RootSteps(job.root))} == {
         30: {},
         40: {},
@@ -738,16 +722,16 @@ def test_a_sync_never_takes_the_newest_checkpoint_away(job: Job, resumed_from: i
     assert (find_newest(job.root).step, find_newest(job.root).run) == (40, 1)
     assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
     assert torch.load(folder(job, 40) / MODEL)["w"][0] == 40
-    job.stage(40, {"model": state(-1), "optim": state(-1)}, run=2)
-    job.commit(40, "model", "optim", run=2)  # a whole checkpoint replaces it
+    job.commit_states(
+        40, {"model": state(-1), "optim": state(-1)}, run=2
+    )  # a whole checkpoint replaces it
     assert (find_newest(job.root).step, find_newest(job.root).run) == (40, 2)
 
 
 def test_a_sync_may_replace_a_checkpoint_that_is_not_the_newest(job: Job) -> None:
     checkpoints_of_a_run(job, 30, 40, 50)
     open_run(job.root, "second", 30)
-    job.stage(40, {"model": state(-1)}, run=2, kind="state_dict")
-    job.commit(40, run=2, kind="state_dict")
+    job.commit_states(40, {"model": state(-1)}, run=2, kind="state_dict")
     assert read_latest_pointer(job.root, "checkpoint") == find_newest(job.root).step == 50
     assert (
         read_latest_pointer(job.root, "state_dict")
@@ -771,15 +755,13 @@ def test_a_sync_does_not_take_over_a_checkpoint_that_is_corrupted(job: Job) -> N
     checkpoints_of_a_run(job, 30, 40)
     os.truncate(folder(job, 40) / MODEL.replace("model", "optim"), 10)
     open_run(job.root, "second", 30)
-    job.stage(40, {"model": state(40)}, run=2, kind="state_dict")
-    job.commit(40, run=2, kind="state_dict")
+    job.commit_states(40, {"model": state(40)}, run=2, kind="state_dict")
     assert find_newest(job.root).step == 30
     assert find_newest(job.root, "state_dict").step == 40
 
 
 def test_a_checkpoint_without_a_model_serves_no_sync(job: Job) -> None:
-    job.stage(10, {"model": state(10)})
-    job.commit(10)
+    job.commit_states(10, {"model": state(10)})
     job.stage(20, {"optim": state(20)})
     assert job.commit(20, "optim").kinds == ("checkpoint",)
     assert read_latest_pointer(job.root, "checkpoint") == find_newest(job.root).step == 20
@@ -788,8 +770,7 @@ def test_a_checkpoint_without_a_model_serves_no_sync(job: Job) -> None:
         == find_newest(job.root, "state_dict").step
         == 10
     )
-    job.stage(20, {"model": state(20)}, kind="state_dict")
-    job.commit(20, kind="state_dict")
+    job.commit_states(20, {"model": state(20)}, kind="state_dict")
     assert find_newest(job.root, "state_dict").step == 20
 
 
@@ -815,8 +796,7 @@ def test_the_pointer_stays_at_a_newer_step_that_another_system_has_saved(
         open_run(job.root, "second", 30)
     began = (job.root / f".trinity_sync/runs/{1 + resumed}.json").stat().st_mtime
     os.utime(pointer, times=(began, began + (-1 if resumed else 1)))
-    job.stage(40, {"model": state(40)}, run=2 if resumed else 1)
-    job.commit(40, run=2 if resumed else 1)
+    job.commit_states(40, {"model": state(40)}, run=2 if resumed else 1)
     assert read_latest_pointer(job.root, "checkpoint") == (40 if resumed else 50)
     assert read_latest_pointer(job.root, "state_dict") == 40
 
@@ -824,8 +804,7 @@ def test_the_pointer_stays_at_a_newer_step_that_another_system_has_saved(
 def test_a_resumed_run_replaces_the_steps_that_it_reaches_again(job: Job) -> None:
     open_run(job.root, "first", 0)
     for step in (10, 11, 12):
-        job.stage(step, {"model": state(step)})
-        job.commit(step)
+        job.commit_states(step, {"model": state(step)})
     (folder(job, 11) / "data.pt").write_text("by other code, next to the first run's step")
     (folder(job, 11) / f".nfs{'0' * 24}").write_text("removed, and still open on NFS")
     open_run(job.root, "second", 10)
@@ -847,10 +826,8 @@ def test_a_checkpoint_is_committed_that_was_written_when_the_sync_of_its_step_re
     job: Job, resumed: bool
 ) -> None:
     open_run(job.root, "first", 0)
-    job.stage(10, {"model": state(10)})
-    job.commit(10)
-    job.stage(11, {"model": state(11)}, kind="state_dict")
-    job.commit(11, kind="state_dict")
+    job.commit_states(10, {"model": state(10)})
+    job.commit_states(11, {"model": state(11)}, kind="state_dict")
     open_run(job.root, "second", 10 * resumed, resumed_run=int(resumed))
     job.stage(11, {"model": state(-11)}, run=2, kind="state_dict")
     job.stage(11, {"optim": state(2)}, run=2, also=("model",))
@@ -874,11 +851,9 @@ def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
     """A user who forgot to load, or started a second training on the root, loses no step."""
     open_run(job.root, "first", 0)
     for step in (10, 20):
-        job.stage(step, {"model": state(step)})
-        job.commit(step)
+        job.commit_states(step, {"model": state(step)})
     open_run(job.root, "second", 0)
-    job.stage(10, {"model": state(-10)}, run=2)
-    job.commit(10, run=2)
+    job.commit_states(10, {"model": state(-10)}, run=2)
     assert find_newest(job.root).run == 2
     (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
     assert str(aside) in caplog.text
@@ -896,8 +871,7 @@ def test_steps_that_runs_of_one_second_replace_are_all_kept(job: Job) -> None:
     for run in (1, 2, 3, 4):
         open_run(job.root, str(run), 0)
         os.utime(job.root / f".trinity_sync/runs/{run}.json", (1.7e9, 1.7e9))
-        job.stage(10, {"model": state(run)}, run=run)
-        job.commit(10, run=run)
+        job.commit_states(10, {"model": state(run)}, run=run)
         for name in (".notes.tmp", ".a.b.c.tmp"):
             (folder(job, 10) / name).write_text(str(run))
     kept = [*(job.root / ".trinity_sync/quarantine").glob("*/global_step_10")]
@@ -910,8 +884,7 @@ def test_a_commit_that_finds_a_link_in_the_place_of_a_file_is_refused(
     job: Job, tmp_path: Path
 ) -> None:
     open_run(job.root, "first", 0)
-    job.stage(4, {"model": state(4)}, kind="state_dict")
-    job.commit(4, kind="state_dict")
+    job.commit_states(4, {"model": state(4)}, kind="state_dict")
     path = folder(job, 4) / MODEL
     path.symlink_to(path.rename(tmp_path / "moved"))
     job.stage(4, {"optim": state(1)}, also=("model",))
@@ -927,12 +900,10 @@ def test_a_pinned_step_that_a_later_run_replaces_stays_in_quarantine(
 ) -> None:
     open_run(job.root, "first", 0)
     for step in (30, 40):
-        job.stage(step, {"model": state(step)})
-        job.commit(step)
+        job.commit_states(step, {"model": state(step)})
     tag(job.root, 40, name) if name else pin(job.root, 40, "paper, table 2")
     open_run(job.root, "second", 30 * resumed, resumed_run=int(resumed))
-    job.stage(40, {"model": state(-40)}, run=2)
-    job.commit(40, run=2)
+    job.commit_states(40, {"model": state(-40)}, run=2)
     replaced = job.root / ".trinity_sync/quarantine/pinned-of-run-1/global_step_40"
     assert str(replaced) in caplog.text
     assert list_prunable_quarantine(job.root, parse_policy("newer=1s"), now=4e9) == []
@@ -947,13 +918,11 @@ def test_a_pinned_step_that_a_later_run_replaces_stays_in_quarantine(
 
 def test_an_interrupted_quarantine_of_a_step_is_finished_later(job: Job) -> None:
     open_run(job.root, "first", 0)
-    job.stage(10, {"model": state(10)})
-    job.commit(10)
+    job.commit_states(10, {"model": state(10)})
     replacing = job.root / ".trinity_sync/replacing/global_step_10"
     shutil.copytree(folder(job, 10), replacing)  # as the exchange leaves it
     open_run(job.root, "second", 0)
-    job.stage(10, {"model": state(-10)}, run=2)
-    job.commit(10, run=2)
+    job.commit_states(10, {"model": state(-10)}, run=2)
     (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
     shutil.move(aside / "global_step_10", replacing)
     (found,) = remove_replaced(job.root)
@@ -970,8 +939,7 @@ def test_a_step_of_another_system_is_quarantined_and_not_mixed_with_the_one_that
     (folder(job, 40) / "data.pt").write_bytes(b"by veRL's driver, for the step that is saved")
     (folder(job, 40) / "critic").mkdir()
     (folder(job, 40) / "critic" / Path(MODEL).name).write_bytes(b"by veRL's critic")
-    job.stage(40, {"model": state(-40)})
-    manifest = job.commit(40)
+    manifest = job.commit_states(40, {"model": state(-40)})
     require_committed(job.root, 40)
     (aside,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_40")
     assert str(aside) in caplog.text
@@ -994,8 +962,7 @@ def test_weights_alone_do_not_replace_the_checkpoint_of_another_system(job: Job)
 def test_an_interrupted_quarantine_of_another_systems_step_is_finished_later(job: Job) -> None:
     content = save_foreign_step(job.root, 40)
     open_run(job.root, "first", 0)
-    job.stage(40, {"model": state(-40)})
-    job.commit(40)
+    job.commit_states(40, {"model": state(-40)})
     (aside,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_40")
     aside.rename(job.root / ".trinity_sync/replacing/global_step_40")  # as the exchange leaves it
     assert [found.state for found in remove_replaced(job.root)] == ["repaired"]
@@ -1041,8 +1008,7 @@ def test_an_image_of_a_lost_run_of_the_same_number_is_not_committed(job: Job) ->
     job.stage(4, {"model": state(1)}, run_key="of before the root was restored")
     with pytest.raises(MissingShardsError):
         job.commit(4)
-    job.stage(4, {"model": state(2)})
-    job.commit(4)
+    job.commit_states(4, {"model": state(2)})
     assert load_states(job.root, 4, "actor")["model"]["w"][0] == 2
 
 
@@ -1074,8 +1040,7 @@ def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
 
 
 def test_a_shard_of_the_sync_stays_one_if_a_function_of_the_checkpoint_lists_it(job: Job) -> None:
-    job.stage(3, {"model": state(1)}, kind="state_dict")
-    job.commit(3, kind="state_dict")
+    job.commit_states(3, {"model": state(1)}, kind="state_dict")
     receipt = CallableStatus("own", 1, 3, "checkpoint", 0, "1/1", "finished", files=(MODEL,))
     commit(job.save(3), [], [receipt])
     assert read_manifest(job.root, 3).find_file(MODEL).component == "model"

@@ -24,8 +24,7 @@ SHARD = "actor/model_world_size_1_rank_0.pt"
 def committed(job: Job) -> Job:
     open_run(job.root, "the first one", 0)
     for step in (1, 2, 3):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.zeros(3)}})
     return job
 
 

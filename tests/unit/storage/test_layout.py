@@ -92,8 +92,7 @@ def test_a_root_of_any_name_saves_and_is_known(
     root.mkdir()
     refuse_url(root)
     job = Job(root, open_job_spool(spool_folder, root))
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     job.stager().close()
     assert find_newest(root).step == 4
     assert job.spool.read_root() == root

@@ -21,8 +21,7 @@ from trinity_sync.storage.pins import list_pins, pin, pin_ahead, unpin
 
 @pytest.fixture
 def committed(job: Job) -> Job:
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     return job
 
 

@@ -105,8 +105,7 @@ def weights(job: Job, step: int) -> float:
 
 
 def save(job: Job, step: int, value: float, run: int = 1) -> None:
-    job.stage(step, {"model": {"w": torch.full((WORTHWHILE // 4,), value)}}, run=run)
-    job.commit(step, run=run)
+    job.commit_states(step, {"model": {"w": torch.full((WORTHWHILE // 4,), value)}}, run=run)
 
 
 @pytest.mark.parametrize("relative", [False, True])

@@ -77,8 +77,7 @@ def test_a_rank_reads_its_own_part_and_knows_the_whole_step(many: Job) -> None:
 
 
 def test_few_files_need_no_part(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.zeros(3)}})
     assert list_parts(job.root, 1) == []
     assert paths_of(read_manifest(job.root, 1, ranks=())) == ["actor/model_world_size_1_rank_0.pt"]
 

@@ -1,7 +1,6 @@
 """Files that code of others opens by name: what it reads is what was compared."""
 
 import ast
-import os
 import resource
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import torch
 
 import trinity_sync
 from tests.support.disk import count_read, drop_cached
+from tests.support.dying import end_of
 from tests.support.job import Job
 from trinity_sync.client.collective import open_on_all_ranks
 from trinity_sync.errors import CommitError
@@ -32,8 +32,7 @@ def step(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manifest:
     """A committed step, and a folder of this test for the links."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    job.stage(1, {"model": {"w": torch.ones(3)}})
-    return job.commit(1)
+    return job.commit_states(1, {"model": {"w": torch.ones(3)}})
 
 
 def replace_with(job: Job, content: bytes) -> Path:
@@ -57,8 +56,7 @@ def test_links_lead_to_the_compared_files_until_they_are_closed(job: Job, step: 
 
 
 def test_a_file_that_is_compared_and_then_loaded_is_read_from_the_disk_once(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.rand(8 << 20)}})
-    step = job.commit(1)
+    step = job.commit_states(1, {"model": {"w": torch.rand(8 << 20)}})
     drop_cached(step_folder(job.root, 1) / PATH)
     before = count_read()
     with OpenFiles(job.root, step) as files:
@@ -100,12 +98,7 @@ def test_a_child_leaves_the_folder_to_its_parent(job: Job, step: Manifest) -> No
     with OpenFiles(job.root, step) as files:
         files.open(step.files, unpickled=False)
         folder = files.make_folder("one", {"file": PATH})
-        if not (child := os.fork()):
-            try:
-                files.close()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+        assert end_of(files.close) == 0
         assert (folder / "file").read_bytes()
 
 

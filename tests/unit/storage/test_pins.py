@@ -23,8 +23,7 @@ from trinity_sync.storage.runs import open_run
 
 @pytest.fixture
 def committed(job: Job) -> Job:
-    job.stage(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
+    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     return job
 
 
@@ -72,8 +71,7 @@ def test_a_tag_does_not_name_the_step_that_another_run_has_put_in_place_of_its_o
     tag(committed.root, 4, "best")
     for key in ("first", "second"):
         open_run(committed.root, key, 0)
-    committed.stage(4, {"model": {"w": torch.ones(3)}}, run=2)
-    committed.commit(4, run=2)
+    committed.commit_states(4, {"model": {"w": torch.ones(3)}}, run=2)
     with pytest.raises(
         CommitError, match=r"step 4 of run 1 .* run 2 has replaced it, .* To move tag best"
     ):
@@ -83,8 +81,7 @@ def test_a_tag_does_not_name_the_step_that_another_run_has_put_in_place_of_its_o
 
 
 def test_a_tag_moves_to_another_step_by_force_only(committed: Job) -> None:
-    committed.stage(5, {"model": {"w": torch.zeros(3)}})
-    committed.commit(5)
+    committed.commit_states(5, {"model": {"w": torch.zeros(3)}})
     tag(committed.root, 4, "best")
     tag(committed.root, 4, "best", "the same step: nothing moves")
     with pytest.raises(ConfigError, match=r"best is at step 4 .* best --force"):
@@ -123,8 +120,7 @@ def test_a_torn_tag_is_an_error_until_it_is_set_again_or_removed(committed: Job)
 
 
 def test_a_tag_is_at_a_step_at_every_instant_while_it_moves(committed: Job) -> None:
-    committed.stage(5, {"model": {"w": torch.zeros(3)}})
-    committed.commit(5)
+    committed.commit_states(5, {"model": {"w": torch.zeros(3)}})
     tag(committed.root, 4, "best")
 
     def move() -> None:

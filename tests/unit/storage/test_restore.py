@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.disk import flip_a_byte
 from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync.errors import CommitError
@@ -29,8 +30,7 @@ def state(value: float, size: int = 5000) -> dict[str, Any]:
 
 
 def save(job: Job, step: int, value: float) -> None:
-    job.stage(step, {"model": state(value)})
-    job.commit(step)
+    job.commit_states(step, {"model": state(value)})
 
 
 def load_shard(root: Path, step: int, path: str, *, spool: JobSpool | None = None) -> RestoredShard:
@@ -131,9 +131,7 @@ def test_a_kept_image_with_a_flipped_byte_is_not_used(
     (slot,) = kept_slots(job)
     kept = read_cached_file(slot)
     assert kept is not None
-    content = bytearray(slot.read_bytes())
-    content[int(place * (kept.nbytes - 1))] ^= 1
-    slot.write_bytes(content)
+    flip_a_byte(slot, int(place * (kept.nbytes - 1)))
     with caplog.at_level(logging.WARNING):
         (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=borrow)
     assert restored.source == "disk"
@@ -231,9 +229,7 @@ def test_a_file_that_has_grown_since_its_step_was_checked_is_refused(job: Job) -
 def test_a_file_with_a_flipped_byte_is_refused_with_a_way_out(job: Job) -> None:
     save(job, 1, 1)
     path = job.root / "global_step_1" / SHARD
-    content = bytearray(path.read_bytes())
-    content[9000] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(path, 9000)
     with pytest.raises(CommitError, match=r"is corrupted: its digest.*[Ll]oad another step"):
         load_shard(job.root, 1, SHARD)
 

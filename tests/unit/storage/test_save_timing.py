@@ -88,8 +88,7 @@ def test_the_manifest_names_the_slowest_rank_of_each_role_and_the_phases(job: Jo
 
 
 def test_a_sync_and_the_checkpoint_of_its_step_have_a_timing_each(job: Job) -> None:
-    job.stage(4, {"model": STATE["model"]}, kind="state_dict")
-    job.commit(4, kind="state_dict")
+    job.commit_states(4, {"model": STATE["model"]}, kind="state_dict")
     job.stage(4, {"optim": STATE["optim"]}, also=("model",))
     first = job.commit(4, "model", "optim")
     again = job.commit(4, "model", "optim")  # a flow run that is retried after its commit
@@ -141,16 +140,14 @@ def test_the_log_of_saves_does_not_grow_without_end(
 ) -> None:
     monkeypatch.setattr(save_timing, "MAX_BYTES", 2000)
     for step in range(1, 21):
-        job.stage(step, {"model": STATE["model"]})
-        job.commit(step)
+        job.commit_states(step, {"model": STATE["model"]})
     steps = [each.step for each in read_saves(job.root)]
     assert steps == [*range(steps[0], 21)]
     assert 1 < steps[0] < 20
 
 
 def test_a_sync_that_was_committed_and_removed_tells_nothing_of_the_checkpoint(job: Job) -> None:
-    job.stage(3, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
-    job.commit(3, kind="state_dict")
+    job.commit_states(3, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     refuse_removed(job.save(3))
     with pytest.raises(SaveError, match=r"was committed at .* removed or replaced since"):
         refuse_removed(job.save(3, kind="state_dict"))

@@ -9,18 +9,17 @@ import os
 import shutil
 import stat
 import tempfile
-import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.dying import ANOTHER_USER, as_another_user
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened, when_renamed
 from tests.support.steps import MODEL, commit_files
@@ -86,7 +85,6 @@ from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.state_files import read_sync_report, write_address, write_state
 
-ANOTHER_USER = 12345
 SECRET = b"years of work"
 FOLDERS = (
     "",
@@ -122,8 +120,7 @@ def state(value: float, size: int = 1 << 19) -> dict[str, torch.Tensor]:
 
 
 def save(job: Job, step: int, run: int = 1, size: int = 1 << 19) -> None:
-    job.stage(step, {"model": state(step, size)}, run=run)
-    job.commit(step, run=run)
+    job.commit_states(step, {"model": state(step, size)}, run=run)
 
 
 def prune_to(job: Job, last: int) -> None:
@@ -519,23 +516,6 @@ def test_another_user_names_no_folder_that_a_step_is_linked_into(job: Job, tmp_p
     assert [*(tmp_path / "private").iterdir()] == [tmp_path / "private/.metadata"]
 
 
-def as_another_user(body: Callable[[], Any]) -> None:
-    """Call a function in a child that is another user of this user's group."""
-    if os.geteuid():
-        pytest.skip("only root can be another user")
-    if (child := os.fork()) == 0:
-        try:
-            os.setgroups([])
-            os.setuid(ANOTHER_USER)
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder of a group: not below pytest's own, which is closed to others at each start."""
@@ -566,9 +546,9 @@ def test_users_of_a_group_train_in_one_root_in_turn(shared: Path) -> None:
             stager.close()
 
     train(1, 1, 2, 3)
-    as_another_user(lambda: train(2, 3, 4, 5))
+    as_another_user(lambda: train(2, 3, 4, 5), gid=os.getgid())
     train(3, 5, 6, 7)
-    as_another_user(lambda: train(4, 8, 9, 10))
+    as_another_user(lambda: train(4, 8, 9, 10), gid=os.getgid())
     found = find_newest(root)
     assert found
     assert (found.step, found.run) == (10, 4)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.disk import flip_a_byte
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
@@ -49,20 +50,11 @@ SHARD = "actor/model_world_size_1_rank_0.pt"
 def save(job: Job, *steps: int, run: int = 1, scale: float = 1.0) -> None:
     for step in steps:
         state = {"w": torch.arange(5000.0) * step * scale}
-        job.stage(step, {"model": state, "optim": state}, run=run)
-        job.commit(step, "model", "optim", run=run)
+        job.commit_states(step, {"model": state, "optim": state}, run=run)
 
 
 def shard(job: Job, step: int) -> Path:
     return step_folder(job.root, step) / SHARD
-
-
-def flip_a_byte(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(-2000, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 def verify(job: Job, **what: int) -> list[VerifiedStep]:
@@ -127,7 +119,7 @@ def test_an_error_of_the_reader_marks_no_file(job: Job) -> None:
 
 def test_a_flipped_byte_takes_a_step_out_of_use_everywhere(job: Job) -> None:
     save(job, 1, 2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     require_committed(job.root, 2)  # its sizes are right: only reading can tell
     (verdict,) = verify(job, newest=1)
     assert (verdict.step, verdict.state) == (2, "corrupted")
@@ -154,7 +146,7 @@ def test_a_cut_a_missing_and_a_linked_file_are_named(job: Job, tmp_path: Path) -
 def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) -> None:
     save(job, 1, 2)
     shutil.copy(shard(job, 2), tmp_path / "copy")
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     verify(job, step=2)
     assert states(verify(job, step=2)) == {2: "corrupted"}
     shutil.copy(tmp_path / "copy", shard(job, 2))
@@ -165,7 +157,7 @@ def test_what_was_restored_from_a_copy_counts_again(job: Job, tmp_path: Path) ->
 
 def test_a_valid_file_does_not_hide_a_corrupted_one(job: Job) -> None:
     save(job, 1)
-    flip_a_byte(shard(job, 1))
+    flip_a_byte(shard(job, 1), -2000)
     verify(job, step=1)
     others = [file for file in choose_files(job.root, step=1) if file.record.path != SHARD]
     (verdict,) = judge_steps(check_files(others))
@@ -175,7 +167,7 @@ def test_a_valid_file_does_not_hide_a_corrupted_one(job: Job) -> None:
 def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
     """A resume stops with an error then, and does not begin at zero without a word."""
     save(job, 1)
-    flip_a_byte(shard(job, 1))
+    flip_a_byte(shard(job, 1), -2000)
     verify(job, newest=1)
     assert pointers(job) == (1, 1)
     assert find_newest(job.root) is None
@@ -186,23 +178,22 @@ def test_a_pointer_does_not_move_back_to_a_superseded_step(job: Job) -> None:
     save(job, 1, 2, 3)
     open_run(job.root, "second", 1)
     save(job, 2, run=2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     verify(job, step=2)
     assert pointers(job) == (1, 1)
 
 
 def test_a_late_finish_does_not_move_the_pointer_to_a_corrupted_step(job: Job) -> None:
     save(job, 1, 2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     verify(job, step=2)
-    job.stage(2, {"extra_state": {"w": torch.ones(3)}}, kind="state_dict")
-    job.commit(2, "extra_state", kind="state_dict")
+    job.commit_states(2, {"extra_state": {"w": torch.ones(3)}}, kind="state_dict")
     assert pointers(job) == (1, 1)
 
 
 def test_saves_that_follow_move_the_pointer_on(job: Job) -> None:
     save(job, 1, 2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     verify(job, step=2)
     save(job, 3)
     assert pointers(job) == (3, 3)
@@ -210,7 +201,7 @@ def test_saves_that_follow_move_the_pointer_on(job: Job) -> None:
 
 def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job: Job) -> None:
     save(job, 1, 2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     verify(job, step=2)
     save(job, 2, run=2, scale=3.0)
     assert require_committed(job.root, 2).run == 2
@@ -219,7 +210,7 @@ def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job
 
 def test_a_mark_does_not_outlive_a_manifest_that_was_removed(job: Job) -> None:
     save(job, 1, 2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     verify(job, step=2)
     (step_folder(job.root, 2) / MANIFEST).unlink()
     save(job, 2, scale=3.0)
@@ -228,7 +219,7 @@ def test_a_mark_does_not_outlive_a_manifest_that_was_removed(job: Job) -> None:
 
 def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) -> None:
     save(job, 1, 2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     checked = check_files(choose_files(job.root, step=2))
     save(job, 2, run=2, scale=3.0)
     assert states(judge_steps(checked)) == {2: "replaced"}
@@ -238,7 +229,7 @@ def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) 
 
 def test_files_that_a_later_run_has_written_with_the_same_bytes_are_not_judged(job: Job) -> None:
     save(job, 1)
-    flip_a_byte(shard(job, 1))
+    flip_a_byte(shard(job, 1), -2000)
     checked = check_files(choose_files(job.root, step=1))
     write_manifest(job.root, replace(require_committed(job.root, 1), run=2))
     assert states(judge_steps(checked)) == {1: "replaced"}
@@ -246,7 +237,7 @@ def test_files_that_a_later_run_has_written_with_the_same_bytes_are_not_judged(j
 
 def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job) -> None:
     save(job, 1, 2)
-    flip_a_byte(shard(job, 2))
+    flip_a_byte(shard(job, 2), -2000)
     script = textwrap.dedent(
         f"""
         import os, signal

@@ -1,11 +1,11 @@
 """Verification by loading the newest checkpoint as a restart would."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.disk import flip_a_byte
 from tests.support.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import step_folder
@@ -41,9 +41,7 @@ def test_a_job_without_a_checkpoint_has_nothing_to_load(job: Job) -> None:
 def test_a_checkpoint_that_does_not_load_fails_and_is_named(job: Job) -> None:
     save(job, 1)
     shard = step_folder(job.root, 1) / "actor/optim_world_size_2_rank_1.pt"
-    with shard.open("r+b") as file:
-        file.seek(-3000, os.SEEK_END)
-        file.write(b"x")
+    flip_a_byte(shard, -3000)
     with pytest.raises(CommitError, match=f"{shard} is corrupted"):
         load_newest(job.root)
     shard.unlink()

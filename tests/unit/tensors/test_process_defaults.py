@@ -89,8 +89,7 @@ def test_readers_do_not_depend_on_the_default_device(
 def test_loads_do_not_depend_on_the_default_device(
     job: Job, other_defaults: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.stage(1, {"model": STATE})
-    job.commit(1)
+    job.commit_states(1, {"model": STATE})
     file = step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt"
     for forced in ("0", "1"):
         monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", forced)
@@ -109,8 +108,7 @@ class Own:
 def test_where_torch_may_unpickle_plain_values_only_others_are_refused_by_name(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.stage(1, {"model": {**STATE, "own": Own()}})
-    job.commit(1)
+    job.commit_states(1, {"model": {**STATE, "own": Own()}})
     assert isinstance(load_states(job.root, 1, "actor")["model"]["own"], Own)
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(CommitError, match=r"rank_0\.pt .*TORCH_FORCE_WEIGHTS_ONLY_LOAD is set"):
@@ -139,8 +137,7 @@ def test_shards_are_put_together_whatever_the_default_device_is(
 def test_conversions_do_not_depend_on_the_default_device(
     job: Job, tmp_path: Path, other_defaults: None
 ) -> None:
-    job.stage(1, {"model": STATE})
-    job.commit(1)
+    job.commit_states(1, {"model": STATE})
     to_dcp(job.root, 1, tmp_path / "dcp")
     again = tmp_path / "again"
     from_dcp(tmp_path / "dcp", again, 1, world_size=1, optim="", device_type="cpu")

@@ -36,6 +36,8 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.versions import ImageRef, Version
 
+Publish = Callable[[int, Any], None]
+
 
 def weights(step: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((5000,), float(step)), "b": torch.full((3,), float(step))}
@@ -51,6 +53,12 @@ def reader(versions: VersionFile) -> WeightReader:
     return WeightReader(versions, name="test", timeout_s=0.1)
 
 
+@pytest.fixture
+def publish(job: Job, versions: VersionFile) -> Publish:
+    """Uploads a state, and tells of its version."""
+    return lambda step, state: versions.tell(upload(job, step, state))
+
+
 def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, float]:
     """The step that the reader says it has, and the value that it has."""
     target = weights(-1)
@@ -59,11 +67,9 @@ def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, f
     return step, value
 
 
-def test_views_read_the_images_in_place(
-    job: Job, versions: VersionFile, reader: WeightReader
-) -> None:
+def test_views_read_the_images_in_place(publish: Publish, reader: WeightReader) -> None:
     whole, tied = torch.randn(50, 20), torch.randn(7)
-    versions.tell(upload(job, 1, {"whole": whole, "one": tied, "other": tied}))
+    publish(1, {"whole": whole, "one": tied, "other": tied})
     with reader.open() as view:
         found = dict(view.iter_views())
         assert [*found] == ["whole", "one", "other"]
@@ -76,25 +82,25 @@ def test_views_read_the_images_in_place(
 
 
 def test_a_tied_target_takes_no_version_whose_tensors_differ(
-    job: Job, versions: VersionFile, reader: WeightReader
+    publish: Publish, reader: WeightReader
 ) -> None:
     both = torch.zeros(4, 3)
     target = {"embedding": both, "head": both, "first rows": both[:2]}
     one, other = torch.randn(4, 3), torch.randn(4, 3)
-    versions.tell(upload(job, 1, {"embedding": one, "head": other}))
+    publish(1, {"embedding": one, "head": other})
     with pytest.raises(WeightSyncError, match="head is not equal to embedding, to which"):
         reader.load_into(target)
     assert not both.any()
-    versions.tell(upload(job, 2, {"embedding": one, "head": one.clone()}))
+    publish(2, {"embedding": one, "head": one.clone()})
     reader.load_into(target)
     assert torch.equal(both, one)
 
 
 def test_a_target_of_which_a_version_has_a_part_only_is_refused(
-    job: Job, versions: VersionFile, reader: WeightReader
+    publish: Publish, reader: WeightReader
 ) -> None:
     fused = torch.zeros(4, 3)
-    versions.tell(upload(job, 1, {"query": torch.ones(2, 3)}))
+    publish(1, {"query": torch.ones(2, 3)})
     with pytest.raises(WeightSyncError, match="fused is not in the version"):
         reader.load_into({"query": fused[:2], "fused": fused})
     assert not fused.any()
@@ -123,13 +129,13 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("trained", WRAPPERS)
 @pytest.mark.parametrize("served", WRAPPERS)
 def test_wrappers_of_torch_are_no_part_of_a_name(
-    job: Job, versions: VersionFile, reader: WeightReader, trained: str, served: str
+    publish: Publish, reader: WeightReader, trained: str, served: str
 ) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
 
     plain, target = make(), make()
-    versions.tell(upload(job, 1, WRAPPERS[trained](plain).state_dict()))
+    publish(1, WRAPPERS[trained](plain).state_dict())
     reader.load_into(WRAPPERS[served](target))
     expected = {name.replace("_checkpoint_wrapped_module.", "") for name in plain.state_dict()}
     assert {name for name, _ in reader.iter_weights()} == expected
@@ -138,9 +144,9 @@ def test_wrappers_of_torch_are_no_part_of_a_name(
 
 
 def test_names_that_are_one_in_the_plain_model_are_refused(
-    job: Job, versions: VersionFile, reader: WeightReader
+    publish: Publish, reader: WeightReader
 ) -> None:
-    versions.tell(upload(job, 1, {"0.weight": torch.ones(2), "_orig_mod.0.weight": torch.ones(3)}))
+    publish(1, {"0.weight": torch.ones(2), "_orig_mod.0.weight": torch.ones(3)})
     with pytest.raises(WeightSyncError, match=r"0\.weight and _orig_mod\.0\.weight are one"):
         reader.load_into({"0.weight": torch.ones(2)})
 
@@ -158,8 +164,7 @@ def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
             if source == "memory":
                 version = upload(job, step, state)
             else:
-                job.stage(step, {"model": state})
-                job.commit(step)
+                job.commit_states(step, {"model": state})
                 version = Version(step, 1, "checkpoint", str(job.root), "actor", ())
             versions.tell(version)
             target = {"w": torch.ones(5000, dtype=torch.bfloat16), "bias": torch.ones(4)}
@@ -242,8 +247,7 @@ def test_the_commit_replaces_an_overwritten_version(
 def test_a_commit_is_read_from_its_shards_next_to_weights_of_another_format(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
-    job.stage(3, {"model": weights(3)})
-    manifest = job.commit(3)
+    manifest = job.commit_states(3, {"model": weights(3)})
     (shard,) = (file for file in manifest.files if file.is_weights)
     other = replace(shard, path="actor/huggingface/model.safetensors")
     copy = job.root / "global_step_3" / other.path
@@ -259,8 +263,7 @@ def test_a_superseded_commit_does_not_replace_an_overwritten_version(
 ) -> None:
     open_run(job.root, "first", 0)
     for step in (10, 12):
-        job.stage(step, {"model": weights(step)})
-        job.commit(step)
+        job.commit_states(step, {"model": weights(step)})
     open_run(job.root, "second", 10)
     versions.tell(overwritten(job, 10))
     assert loaded(reader) == (10, 10)
@@ -269,8 +272,7 @@ def test_a_superseded_commit_does_not_replace_an_overwritten_version(
 def test_a_commit_without_the_weights_of_the_role_does_not_replace_it_either(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
-    job.stage(1, {"model": weights(1)})
-    job.commit(1)
+    job.commit_states(1, {"model": weights(1)})
     job.roles = ("critic",)
     job.stage(2, {"model": weights(2)}, role="critic")
     job.commit(2)
@@ -325,8 +327,7 @@ def test_an_open_version_outlasts_retention(
         return [each.step for each in prune_root(job.root, made).removed]
 
     for step in (1, 2):
-        job.stage(step, {"model": weights(step)})
-        job.commit(step)
+        job.commit_states(step, {"model": weights(step)})
     with reader.open(Version(1, 1, "checkpoint", str(job.root))):
         (lease,) = list_leases(job.root)
         os.utime(lease.path, (0, lease.path.stat().st_mtime - 3600))  # an hour goes by
@@ -338,8 +339,7 @@ def test_an_open_version_outlasts_retention(
 def test_a_root_that_may_only_be_read_is_read_without_a_lease(
     job: Job, versions: VersionFile, tmp_path: Path
 ) -> None:
-    job.stage(1, {"model": weights(1)})
-    job.commit(1)
+    job.commit_states(1, {"model": weights(1)})
     versions.tell(Version(1, 1, "checkpoint", str(job.root)))
     mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
     alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(job.root)]
@@ -367,8 +367,7 @@ def test_a_root_that_may_only_be_read_is_read_without_a_lease(
 def test_an_older_version_is_never_read(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
-    job.stage(1, {"model": weights(1)})
-    job.commit(1)
+    job.commit_states(1, {"model": weights(1)})
     old = upload(job, 1, None)
     versions.tell(upload(job, 2, weights(2)))
     assert loaded(reader) == (2, 2)
@@ -417,8 +416,7 @@ def test_readers_read_on_after_the_trainer_was_killed(
 def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
-    job.stage(1, {"model": weights(1)})
-    job.commit(1)
+    job.commit_states(1, {"model": weights(1)})
     version = Version(1, 1, "checkpoint", str(job.root))
     careful = WeightReader(versions, name="careful", verify=True, timeout_s=0.1)
     assert loaded(reader, version) == loaded(careful, version) == (1, 1)
@@ -436,19 +434,16 @@ def test_what_is_read_instead_of_a_lost_runs_version_has_the_name_of_its_own_run
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
     open_run(job.root, "first", 0)
-    job.stage(1, {"model": weights(1)})
-    job.commit(1)
+    job.commit_states(1, {"model": weights(1)})
     lost = Version(1, 1, "checkpoint", str(job.root), identity=job.identity, run_key="lost")
     assert loaded(reader, lost) == (1, 1)
     assert reader.version
     assert reader.version.run_key == "first"
 
 
-def test_an_adapter_alone_is_a_version(
-    job: Job, versions: VersionFile, reader: WeightReader
-) -> None:
+def test_an_adapter_alone_is_a_version(publish: Publish, reader: WeightReader) -> None:
     adapter = {"layer.lora_A.weight": torch.ones(4, 2), "layer.lora_B.weight": torch.zeros(2, 4)}
-    versions.tell(upload(job, 1, adapter))
+    publish(1, adapter)
     found = dict(reader.iter_weights())
     assert found.keys() == adapter.keys()
     assert all(torch.equal(found[name], adapter[name]) for name in adapter)
@@ -463,9 +458,9 @@ def sharded(tmp_path: Path) -> Iterator[torch.Tensor]:
 
 
 def test_a_target_without_memory_for_every_element_is_refused_before_loading(
-    job: Job, versions: VersionFile, reader: WeightReader, sharded: torch.Tensor
+    publish: Publish, reader: WeightReader, sharded: torch.Tensor
 ) -> None:
-    versions.tell(upload(job, 1, weights(1)))
+    publish(1, weights(1))
     unfit = {
         r"w is a DTensor.*to_local\(\)": sharded,
         r"w is on the meta device.*to_empty\(device=\.\.\.\)": torch.empty(5000, device="meta"),
@@ -479,11 +474,9 @@ def test_a_target_without_memory_for_every_element_is_refused_before_loading(
         assert target["b"].tolist() == [-1.0] * 3
 
 
-def test_any_target_with_memory_is_loaded_into(
-    job: Job, versions: VersionFile, reader: WeightReader
-) -> None:
+def test_any_target_with_memory_is_loaded_into(publish: Publish, reader: WeightReader) -> None:
     state = {"w": torch.arange(6000.0).reshape(60, 100), "t": torch.arange(8.0).reshape(2, 4)}
-    versions.tell(upload(job, 1, state))
+    publish(1, state)
     with torch.inference_mode():
         inference = {"w": torch.zeros(60, 100), "t": torch.zeros(4, 2).t()}
     parameters = {
@@ -506,10 +499,10 @@ class Evil:
 
 
 def test_code_in_an_image_is_not_executed(
-    job: Job, versions: VersionFile, reader: WeightReader, tmp_path: Path
+    publish: Publish, reader: WeightReader, tmp_path: Path
 ) -> None:
     evil = Evil(tmp_path / "made")
-    versions.tell(upload(job, 1, {"w": torch.ones(3), "evil": evil}))
+    publish(1, {"w": torch.ones(3), "evil": evil})
     with pytest.raises(ImageError, match="hold no weights that can be read"):
         loaded(reader)
     assert not evil.folder.exists()
