@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.job import Job
+from tests.support.models import configure
 from tests.unit.conftest import Open
 from trinity_sync import WeightReader
 from trinity_sync.cli.commands import app
@@ -32,14 +33,7 @@ from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.folder.writer import WeightFolder
 
 Make = Callable[[Path], Callable[[], None]]
-CONFIG = LlamaConfig(
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-)
+CONFIG = configure(LlamaConfig, 8, 8)
 
 
 @pytest.fixture
@@ -78,8 +72,7 @@ def test_a_coordinator_loads_and_its_first_save_says_what_to_do(
 def test_a_copy_and_a_root_without_an_identity_are_loaded_as_they_are(
     job: Job, read_only: Make, tmp_path: Path, copied: bool
 ) -> None:
-    job.stage(1, {"model": {"w": torch.ones(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(3)}})
     root = tmp_path / "copy"
     shutil.copytree(job.root, root)
     if not copied:
@@ -102,8 +95,7 @@ def test_a_root_without_steps_that_cannot_be_written_is_refused_at_the_start(
 def test_a_root_that_becomes_writable_after_a_load_has_no_run_that_began_at_the_step(
     job: Job, read_only: Make, coordinator_of: Open
 ) -> None:
-    job.stage(1, {"model": {"w": 1}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": 1}})
     make_writable = read_only(job.root)
     saves = coordinator_of(trigger=CommitsHere())
     saves.load(1)
@@ -165,8 +157,7 @@ def test_commands_that_write_say_what_to_do(
 def test_a_corrupted_step_is_reported_although_it_cannot_be_marked(
     job: Job, read_only: Make, tmp_path: Path
 ) -> None:
-    job.stage(1, {"model": {"w": torch.ones(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(3)}})
     with (step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt").open("r+b") as file:
         file.write(b"other")
     read_only(job.root)

@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, T5Config
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, T5Config
 
+from tests.support.disk import flip_a_byte
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
+from tests.support.models import configure, tiny
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats import safetensors
 from trinity_sync.formats.hf_export import export_step, run_export_request
@@ -39,20 +41,6 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 State = dict[str, torch.Tensor]
-
-
-def tiny(*, tied: bool = False, layers: int = 2) -> Any:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=17,  # no multiple of any number of ranks
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-    )
-    return AutoModelForCausalLM.from_config(config)
 
 
 def shards(state: State, mesh_shape: tuple[int, ...]) -> list[State]:
@@ -109,6 +97,14 @@ def commit(job: Job, tmp_path: Path) -> Commit:
     return save
 
 
+@pytest.fixture
+def model(commit: Commit) -> Any:
+    """A model of which step 1 has the shards of two ranks."""
+    made = tiny()
+    commit(shards(made.state_dict(), (2,)), made.config)
+    return made
+
+
 def weights(folder: Path) -> State:
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -137,8 +133,7 @@ def test_shards_of_every_mesh_make_the_model_again(
 
 
 def test_a_step_without_its_models_config_is_told_what_it_lacks_before_it_is_read(job: Job) -> None:
-    job.stage(1, {"model": tiny().state_dict()})
-    job.commit(1)
+    job.commit_states(1, {"model": tiny().state_dict()})
     read: list[int] = []
     with pytest.raises(ExportError, match=r"no huggingface/config\.json in the step"):
         export_step(job.root, 1, on_progress=lambda nbytes, _: read.append(nbytes))
@@ -157,9 +152,7 @@ def test_a_config_that_names_no_architecture_of_a_model_with_several_is_told_wha
     assert type(Architecture(tmp_path).shell).__name__ == "T5ForConditionalGeneration"
 
 
-def test_an_export_into_the_step_joins_its_manifest(job: Job, commit: Commit) -> None:
-    model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config)
+def test_an_export_into_the_step_joins_its_manifest(job: Job, model: Any) -> None:
     before = require_committed(job.root, 1)
     done = export_step(job.root, 1)
     assert done.folder == step_folder(job.root, 1) / "actor/huggingface"
@@ -221,18 +214,9 @@ def test_experts_are_written_as_they_are_published(
 ) -> None:
     """transformers fuses them while it loads a model, and trains them so."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=3,
-        num_experts_per_tok=2,
-    )
+    experts = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
+    size = {"inner": 24, "layers": 2, "key_heads": 1, "head_dim": 8}
+    config = configure(Qwen3MoeConfig, 17, 16, **size, **experts)
     model = AutoModelForCausalLM.from_config(config)
     commit(shards(model.state_dict(), (2,)), config)
     export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=5000)
@@ -244,10 +228,8 @@ def test_experts_are_written_as_they_are_published(
     ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_weights_and_config_have_the_dtype_that_was_asked_for(
-    job: Job, commit: Commit, tmp_path: Path, dtype: str, torch_dtype: torch.dtype
+    job: Job, model: Any, tmp_path: Path, dtype: str, torch_dtype: torch.dtype
 ) -> None:
-    model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config)
     export_step(job.root, 1, to=tmp_path / "out", dtype=dtype)
     cast = {name: value.to(torch_dtype) for name, value in model.state_dict().items()}
     assert same(weights(tmp_path / "out"), cast)
@@ -348,10 +330,8 @@ def test_memory_holds_one_file_of_the_result_at_a_time(
 
 @pytest.mark.parametrize("broken_off", [False, True])
 def test_an_export_tells_of_the_bytes_that_it_compares_and_writes(
-    job: Job, commit: Commit, tmp_path: Path, broken_off: bool
+    job: Job, model: Any, tmp_path: Path, broken_off: bool
 ) -> None:
-    model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config)
     if broken_off:
         export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=4000)
         (tmp_path / "out").rename(tmp_path / ".out.partial")
@@ -368,13 +348,9 @@ def test_an_export_tells_of_the_bytes_that_it_compares_and_writes(
     assert sum(done for done, _ in told) == told[-1][1] == compared + written
 
 
-def test_a_corrupted_shard_is_not_exported(job: Job, commit: Commit, tmp_path: Path) -> None:
-    model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config)
+def test_a_corrupted_shard_is_not_exported(job: Job, model: Any, tmp_path: Path) -> None:
     path = step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt"
-    with path.open("r+b") as file:
-        file.seek(-3000, os.SEEK_END)
-        file.write(b"x")
+    flip_a_byte(path, -3000)
     with pytest.raises(CommitError, match="is corrupted"):
         export_step(job.root, 1, to=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -400,10 +376,8 @@ def test_a_step_that_is_replaced_meanwhile_is_not_exported(
 
 
 def test_what_cannot_work_is_a_sentence_and_changes_nothing(
-    job: Job, commit: Commit, tmp_path: Path
+    job: Job, model: Any, tmp_path: Path
 ) -> None:
-    model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config)
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine.txt").write_text("mine")
@@ -486,10 +460,8 @@ def test_a_later_run_does_not_inherit_an_export_that_failed(job: Job, commit: Co
 
 
 def test_an_earlier_export_is_replaced_by_that_of_another_dtype(
-    job: Job, commit: Commit, tmp_path: Path
+    job: Job, model: Any, tmp_path: Path
 ) -> None:
-    model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config)
     export_step(job.root, 1, to=tmp_path / "out")
     export_step(job.root, 1, to=tmp_path / "out", dtype="bf16")
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.answers import serving
+from tests.support.models import configure
 from trinity_sync import CheckpointCoordinator, Checkpoints, WeightSyncError
 from trinity_sync.integrations.canary import check_canary, score_model, score_server, take_canary
 
@@ -19,14 +20,7 @@ PROMPTS = [[5, 6, 7, 8], [1, 2], [40, 2, 40, 2, 9]]
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.3,
-    )
+    config = configure(LlamaConfig, 64, 32, inner=64, initializer_range=0.3)
     return LlamaForCausalLM(config).eval()
 
 

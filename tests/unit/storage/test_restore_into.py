@@ -4,7 +4,6 @@ import io
 import zipfile
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.support.disk import flip_a_byte
 from tests.support.job import Job
+from tests.support.models import configure
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_image import assert_equal, image_of, states
 from tests.unit.tensors.test_deserialize import anonymous_memory, saved
@@ -74,17 +75,9 @@ def test_a_model_and_its_optimizer_are_filled_in_place(job: Job, from_spool: boo
 
     def train(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(steps)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=512,
-                tie_word_embeddings=True,
-            )
-        )
+        size = {"layers": 2, "heads": 4}
+        config = configure(Qwen2Config, 512, 64, **size, tie_word_embeddings=True)
+        model = Qwen2ForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / steps)
         for _ in range(steps):
             tokens = torch.randint(0, 512, (2, 16))
@@ -222,8 +215,7 @@ def test_tensors_of_any_layout_are_filled(
     if on_gpu:
         monkeypatch.setattr(Filling, "is_in_memory", False)
     make, zeros = LAYOUTS[case]
-    job.stage(1, {"model": {"w": make()}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": make()}})
     live, wanted = zeros(), make()
     found = into(job, 1, {"model": {"w": live}}, from_spool=from_spool)["model"]["w"]
     for each, want in zip(tensors([live]), tensors([wanted]), strict=False):
@@ -236,8 +228,7 @@ def test_tensors_of_any_layout_are_filled(
 def test_a_part_that_the_saved_state_has_twice_is_filled_twice(job: Job) -> None:
     """At its start, a reference is its actor."""
     own = {"w": torch.arange(5000.0), "more": [torch.ones(3)]}
-    job.stage(1, {"model": {"actor": own, "ref": own, "list": own["more"]}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"actor": own, "ref": own, "list": own["more"]}})
     parts = ("actor", "ref")
     live: dict[str, Any] = {
         name: {"w": torch.zeros(5000), "more": [torch.zeros(3)]} for name in parts
@@ -269,8 +260,7 @@ def test_tensors_that_share_memory_here_and_have_other_values_there_are_refused(
     job: Job, case: str, from_spool: bool
 ) -> None:
     saved, live = TIED_HERE[case]
-    job.stage(1, {"model": {"emb": saved[0], "head": saved[1]}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"emb": saved[0], "head": saved[1]}})
     with pytest.raises(ConfigError, match="head shares memory with emb, and has other values"):
         into(job, 1, {"model": {"emb": live[0], "head": live[1]}}, from_spool=from_spool)
     with pytest.raises(ConfigError, match=r"1 shares memory with 0, and has other values"):
@@ -292,8 +282,7 @@ def test_tensors_that_share_memory_here_are_filled_where_their_values_are_the_sa
             lambda whole: [whole[:, :7], whole[:, 7:]],
         ),
     }[case]
-    job.stage(1, {"model": saved})
-    job.commit(1)
+    job.commit_states(1, {"model": saved})
     targets = live(torch.zeros(50, 100))
     into(job, 1, {"model": targets}, from_spool=from_spool)
     again = live(torch.zeros(50, 100))
@@ -374,10 +363,9 @@ def test_other_tensors_are_refused_and_nothing_is_changed(
 ) -> None:
     live, message = DIFFERENT[case]
     first = {"w": torch.zeros(7)}
-    job.stage(
+    job.commit_states(
         1, {"model": {"w": torch.ones(7)}, "optim": {"a": torch.ones(3), "b": {"c": torch.ones(2)}}}
     )
-    job.commit(1, "model", "optim")
     with pytest.raises(ConfigError, match=message):
         into(job, 1, {"model": first, "optim": live}, from_spool=from_spool)
     assert not first["w"].any()
@@ -385,25 +373,17 @@ def test_other_tensors_are_refused_and_nothing_is_changed(
 
 
 def test_an_unknown_component_is_refused(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.ones(7)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(7)}})
     with pytest.raises(ConfigError, match="has no component optim to fill: it has model"):
         into(job, 1, {"optim": {}})
 
 
-def damage(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("at", [5000, 30, -30])
 def test_a_corrupted_slot_is_replaced_by_the_file(job: Job, at: int) -> None:
-    job.stage(1, {"model": {"w": torch.ones(50_000)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(50_000)}})
     (slot,) = (each for each in job.spool.folder.glob("*.slot") if read_cached_file(each))
     nbytes = (step_folder(job.root, 1) / SHARD).stat().st_size
-    damage(slot, at % nbytes)
+    flip_a_byte(slot, at % nbytes)
     live = torch.zeros(50_000)
     into(job, 1, {"model": {"w": live}}, from_spool=True)
     assert torch.equal(live, torch.ones(50_000))
@@ -413,7 +393,7 @@ def test_a_corrupted_file_says_what_has_changed(job: Job) -> None:
     names = ("model", "optim", "extra_state")
     job.stage(1, {name: {"w": torch.ones(50_000)} for name in names})
     job.commit(1, *names)
-    damage(step_folder(job.root, 1) / SHARD.replace("model", "optim", 1), 30_000)
+    flip_a_byte(step_folder(job.root, 1) / SHARD.replace("model", "optim", 1), 30_000)
     live = {name: {"w": torch.zeros(50_000)} for name in names}
     with pytest.raises(
         CommitError,
@@ -429,23 +409,20 @@ def test_a_corrupted_file_says_what_has_changed(job: Job) -> None:
 def test_a_file_that_cannot_be_unpickled_is_corrupted_and_changes_nothing(
     job: Job, at: int
 ) -> None:
-    job.stage(1, {"model": {"w": torch.ones(50_000)}})
-    job.commit(1)
-    damage(step_folder(job.root, 1) / SHARD, at)
+    job.commit_states(1, {"model": {"w": torch.ones(50_000)}})
+    flip_a_byte(step_folder(job.root, 1) / SHARD, at)
     live = torch.zeros(50_000)
     with pytest.raises(CommitError, match="corrupted"):
         into(job, 1, {"model": {"w": live}})
 
 
 def test_a_file_of_another_user_is_filled_from_as_plain_values(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.ones(50_000), "n": 3}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.ones(50_000), "n": 3}})
     (step_folder(job.root, 1) / SHARD).chmod(0o666)
     live = torch.zeros(50_000)
     assert into(job, 1, {"model": {"w": live, "n": 0}})["model"]["n"] == 3
     assert live.all()
-    job.stage(2, {"model": {"w": torch.ones(9), "object": Holder(torch.ones(3))}})
-    job.commit(2)
+    job.commit_states(2, {"model": {"w": torch.ones(9), "object": Holder(torch.ones(3))}})
     (step_folder(job.root, 2) / SHARD).chmod(0o666)
     with pytest.raises(CommitError, match="not unpickled"):
         into(job, 2, {"model": {"w": torch.zeros(9)}})
@@ -456,8 +433,7 @@ def test_it_takes_no_memory_of_the_size_of_the_state(job: Job, from_spool: bool)
     """Nor with other values than tensors, as Transformer Engine has."""
     weights = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(32)}
     others = {"scale": np.float32(1), "extra": io.BytesIO(b"1"), "names": {"a"}}
-    job.stage(1, {"model": {**weights, **others}})
-    job.commit(1)
+    job.commit_states(1, {"model": {**weights, **others}})
     for tensor in weights.values():
         tensor.fill_(-1)
     before = anonymous_memory()

@@ -189,8 +189,7 @@ REFUSED |= dict.fromkeys(("sparse", "compressed"), "adjacency is sparse, nested 
 
 
 def save(job: Job, step: int, state: Any) -> None:
-    job.stage(step, {"model": state})
-    job.commit(step)
+    job.commit_states(step, {"model": state})
 
 
 def outputs(model: nn.Module) -> torch.Tensor:
