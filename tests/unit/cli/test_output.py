@@ -27,7 +27,6 @@ from tests.support.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import KEYS, is_time, write_cell
 from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.orchestration.quantities import format_bytes, format_duration
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.pins import pin, tag, unpin
@@ -44,8 +43,7 @@ NEED_A_SERVER = {"retry", "up", "restart", "join", "deploy", "ui"}
 def root(job: Job) -> Path:
     """A job of four steps, one of them tagged, one of weights only; and of a corrupted one."""
     for step in (10, 20, 30):
-        job.stage(step, {"model": {"w": torch.full((4,), step)}})
-        job.commit(step)
+        job.commit_states(step, {"model": {"w": torch.full((4,), step)}})
     commit_files(job.root, 25, kind="state_dict")
     (commit_files(job.root, 5) / MODEL).write_bytes(b"short")
     tag(job.root, 20, "best", "reward 0.9")
@@ -579,14 +577,6 @@ def test_logs_end_without_an_error_as_their_pipe_is_closed(
         tail.stdout.close()
         assert tail.stderr.read() == b""  # of tail: write error: Broken pipe
         assert tail.wait(60) == -signal.SIGPIPE
-
-
-def test_units_of_tables() -> None:
-    assert [format_bytes(each) for each in (0, 999, 1000, 5_000_000_000)] == [
-        "0 B", "999 B", "1.0 kB", "5.0 GB",
-    ]  # fmt: skip
-    durations = [format_duration(each) for each in (0.52, 9.1, 59, 192, 7500)]
-    assert durations == ["520 ms", "9.1 s", "59 s", "3 min", "2.1 h"]
 
 
 def test_a_key_says_what_its_value_is() -> None:

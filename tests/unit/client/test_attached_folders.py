@@ -151,12 +151,14 @@ from trinity_sync.settings import Settings
 settings = Settings(spool=Path({str(spool_folder)!r}), home=Path({str(tmp_path)!r}))
 saves = CheckpointCoordinator({str(job.root)!r}, settings=settings)
 saves.attach_written(Path({str(written)!r}), step=4)
+saves.attach("position", b"17", step=4)
 saves.save(4, {{"model": {{"w": torch.ones(9)}}}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
     Program(script).end(-signal.SIGKILL)
     commit(job, 4)
-    assert (step_folder(job.root, 4) / "data.pt").read_bytes() == b"17"
+    for name in ("data.pt", "attachments/position"):
+        assert (step_folder(job.root, 4) / name).read_bytes() == b"17"
 
 
 def test_a_step_that_lacks_one_of_them_is_not_committed(coordinator_of: Open, job: Job) -> None:

@@ -1,6 +1,5 @@
 """What is attached to a step is committed with it, or not at all."""
 
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
-from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.attachments import LIMIT
@@ -96,25 +94,6 @@ def test_a_step_without_what_was_attached_is_not_committed(coordinator_of: Open,
     saves.save(4, MODEL)
     with pytest.raises(MissingShardsError, match="lacks attachments of rank 0"):
         job.commit(4, "model")
-
-
-def test_a_trainer_that_is_killed_leaves_them_to_be_committed(
-    job: Job, spool_folder: Path, tmp_path: Path
-) -> None:
-    script = f"""
-import os, signal, torch
-from pathlib import Path
-from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.settings import Settings
-settings = Settings(spool=Path({str(spool_folder)!r}), home=Path({str(tmp_path)!r}))
-saves = CheckpointCoordinator({str(job.root)!r}, settings=settings)
-saves.attach("position", b"17", step=4)
-saves.save(4, {{"model": {{"w": torch.ones(9)}}}})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    Program(script).end(-signal.SIGKILL)
-    job.commit(4, "model", "attachments")
-    assert (job.root / "global_step_4/attachments/position").read_bytes() == b"17"
 
 
 def test_what_was_attached_to_another_step_is_not_part_of_this_one(

@@ -182,7 +182,7 @@ def test_a_signal_that_another_thread_receives_ends_a_wait_as_well(
     assert in_time == [True]
 
 
-def test_the_coordinator_that_takes_the_signal_later_keeps_it(
+def test_the_coordinator_that_takes_the_signal_later_keeps_it_and_gives_it_back(
     coordinator_of: Open, others: list[int]
 ) -> None:
     first, second = coordinator_of(), coordinator_of()
@@ -192,15 +192,6 @@ def test_the_coordinator_that_takes_the_signal_later_keeps_it(
     signal.raise_signal(signal.SIGUSR1)
     assert second.preempted
     assert others == []
-
-
-def test_coordinators_that_are_closed_in_any_order_give_the_signal_back(
-    coordinator_of: Open, others: list[int]
-) -> None:
-    first, second = coordinator_of(), coordinator_of()
-    first.on_preemption(signal.SIGUSR1)
-    second.on_preemption(signal.SIGUSR1)
-    first.close(timeout=0)
     second.close(timeout=0)
     signal.raise_signal(signal.SIGUSR1)
     assert others == [signal.SIGUSR1]

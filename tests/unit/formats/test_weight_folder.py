@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -21,9 +20,10 @@ import xxhash
 import zstandard
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
-from tests.support.disk import no_file_above
+from tests.support import models
+from tests.support.disk import flip_a_byte, no_file_above
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.powercut import Recording, after, cuts
@@ -44,19 +44,7 @@ State = dict[str, torch.Tensor]
 Read = tuple[PublishedVersion, State]
 
 
-def tiny(*, tied: bool = False, seed: int = 0, vocabulary: int = 40) -> Any:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-        dtype="bfloat16",
-    )
-    return AutoModelForCausalLM.from_config(config)
+tiny = partial(models.tiny, 40, dtype="bfloat16")
 
 
 @pytest.fixture
@@ -168,32 +156,6 @@ def test_a_large_model_is_sharded_as_transformers_does(tmp_path: Path, model: Pa
     found = AutoModelForCausalLM.from_pretrained(published.folder)
     assert same(found.state_dict(), weights(1))
     assert same(FolderReader(tmp_path / "out").load(), weights(1))
-
-
-def test_fused_experts_are_split_as_engines_read_them(tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=8,
-    )
-    trained = AutoModelForCausalLM.from_config(config)
-    trained.save_pretrained(tmp_path / "model")
-    published = WeightFolder(tmp_path / "out", tmp_path / "model").publish(
-        StateView(1, trained.state_dict())
-    )
-    expected = load_file(tmp_path / "model/model.safetensors")
-    assert same(load_file(published.folder / "model.safetensors"), expected)
-    copied = WeightFolder(tmp_path / "copy", tmp_path / "model").publish(
-        FolderReader(tmp_path / "out")
-    )
-    assert same(load_file(copied.folder / "model.safetensors"), expected)
 
 
 def test_each_version_has_its_own_folder_and_the_last_two_stay(tmp_path: Path, model: Path) -> None:
@@ -313,10 +275,12 @@ def test_a_disk_that_is_full_is_an_os_error_and_the_version_before_stays(
         folder.publish(StateView(2, small(2)))
     assert same(FolderReader(tmp_path / "out").load(), small(1))
     assert {path.name for path in (tmp_path / "out").glob("*weight*")} == {"weight_v000001"}
+    assert folder.publish(StateView(3, small(3))).base is None
+    assert same(FolderReader(tmp_path / "out").load(), small(3))
 
 
 def test_a_delta_is_a_small_part_of_the_model(tmp_path: Path) -> None:
-    trained = tiny(vocabulary=50_000)
+    trained = models.tiny(50_000, dtype="bfloat16")
     trained.save_pretrained(tmp_path / "model")
     folder = WeightFolder(tmp_path / "out", tmp_path / "model", deltas=1)
     large = dict(trained.state_dict())
@@ -355,12 +319,6 @@ def chain(tmp_path: Path, model: Path) -> Path:
     for step in range(1, 5):
         folder.publish(StateView(step, small(step)))
     return tmp_path / "out"
-
-
-def flip_a_byte(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_reader_whose_tensors_were_changed_reads_a_complete_version_again(
@@ -659,21 +617,6 @@ def test_a_sync_that_is_left_out_is_noticed(
 ) -> None:
     monkeypatch.setattr(writer, name, lambda folder: None)
     assert list(problems(tmp_path, record(tmp_path, model, 0)))
-
-
-def test_a_full_disk_leaves_the_last_version(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = WeightFolder(tmp_path / "out", model, deltas=9)
-    folder.publish(StateView(1, small(1)))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "full")))
-        with pytest.raises(OSError, match="full"):
-            folder.publish(StateView(2, small(2)))
-    assert step_of(read(tmp_path / "out")) == 1
-    assert versions_in(tmp_path / "out") == ["weight_v000001"]
-    assert folder.publish(StateView(3, small(3))).base is None
-    assert step_of(read(tmp_path / "out")) == 3
 
 
 def test_the_metadata_of_a_delta_is_that_of_slime(chain: Path) -> None:

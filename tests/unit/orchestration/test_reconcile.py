@@ -49,8 +49,7 @@ def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
 
 def save(job: Job, *steps: int, run: int = 1) -> None:
     for step in steps:
-        job.stage(step, {"model": {"w": torch.arange(5000.0) * step}}, run=run)
-        job.commit(step, run=run)
+        job.commit_states(step, {"model": {"w": torch.arange(5000.0) * step}}, run=run)
 
 
 def written_but_never_committed(job: Job, step: int) -> Path:
@@ -292,16 +291,6 @@ def test_memory_of_a_removed_job_is_freed(job: Job, settings: Settings, tmp_path
     assert job.spool.folder.exists()
 
 
-def test_memory_with_a_sealed_image_is_left_and_named(
-    job: Job, settings: Settings, tmp_path: Path
-) -> None:
-    job.stage(1, {"model": {"w": torch.ones(10)}})
-    job.root.rename(tmp_path / "away")
-    (finding,) = run(job, settings, later_s=LATER_S)
-    assert (finding.state, len(job.spool.tickets()[0])) == ("left", 1)
-    assert "it has 1 unsaved images" in finding.why
-
-
 def test_temporary_files_of_records_are_removed_and_other_files_kept(
     job: Job, settings: Settings
 ) -> None:
@@ -324,17 +313,19 @@ def test_temporary_files_of_records_are_removed_and_other_files_kept(
     assert all(path.exists() for path in (*others, theirs))
 
 
-def test_memory_with_a_ticket_that_cannot_be_read_is_left_and_named(
-    job: Job, settings: Settings, tmp_path: Path
+@pytest.mark.parametrize("torn", [True, False])
+def test_memory_of_a_job_that_is_away_is_left_and_named_while_it_has_an_image(
+    job: Job, settings: Settings, tmp_path: Path, torn: bool
 ) -> None:
     job.stage(1, {"model": {"w": torch.ones(10)}})
     (ticket,) = job.spool.folder.glob("*.ticket")
-    ticket.write_bytes(b"torn")
+    if torn:
+        ticket.write_bytes(b"torn")
     job.stager().close()
     job.root.rename(tmp_path / "away")
     (finding,) = run(job, settings, later_s=LATER_S)
-    assert finding.state == "left"
-    assert f"ticket {ticket} is torn" in finding.why
+    assert (finding.state, ticket.exists()) == ("left", True)
+    assert (f"ticket {ticket} is torn" if torn else "it has 1 unsaved images") in finding.why
 
 
 def test_a_failed_save_whose_image_waits_is_named(job: Job, settings: Settings) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.fs.records import encode_record
-from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.layout import step_folder
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import replicate_and_record, replicate_missing
@@ -38,7 +38,7 @@ from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
-from trinity_sync.storage.manifest import encode_manifest, read_manifest
+from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
@@ -86,6 +86,12 @@ class Machine:
             saves.load(step)
         return saves
 
+    def train(self, key: str, *steps: int) -> CheckpointCoordinator:
+        saves = self.start(key)
+        for step in steps:
+            self.commit(saves, step)
+        return saves
+
     def commit(self, saves: CheckpointCoordinator, step: int, *, sent: bool = True) -> None:
         """What the flow of a save does."""
         saves.save(step, {"model": state(step)})
@@ -123,9 +129,7 @@ def test_a_new_machine_resumes_from_the_newest_step_in_the_remote(
 ) -> None:
     url = f"s3://{bucket}/job"
     first = machine("first", url)
-    saves = first.start("one")
-    for step in (1, 2):
-        first.commit(saves, step)
+    first.train("one", 1, 2)
     second = machine("second", url)
     resumed = second.start("two", load=False)
     latest = resumed.latest()
@@ -141,9 +145,7 @@ def test_a_new_machine_resumes_from_the_newest_step_in_the_remote(
 
 def test_a_new_machine_never_fetches_a_step_that_was_superseded(machine: Make) -> None:
     first = machine("first")
-    saves = first.start("one")
-    for step in (10, 20, 30):
-        first.commit(saves, step)
+    first.train("one", 10, 20, 30)
     back = first.start("two", load=False)
     back.load(10)
     first.commit(back, 15)
@@ -155,8 +157,7 @@ def test_a_new_machine_never_fetches_a_step_that_was_superseded(machine: Make) -
 
 def test_a_root_that_was_removed_resumes_the_job_of_its_required_remote(machine: Make) -> None:
     one = machine("one")
-    saves = one.start("first")
-    one.commit(saves, 1)
+    saves = one.train("first", 1)
     identity = read_identity(saves.root)
     shutil.rmtree(saves.root)
     again = one.start("second")
@@ -202,8 +203,7 @@ def test_a_new_root_does_not_continue_a_job_whose_root_is_still_here(machine: Ma
 
 def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(machine: Make) -> None:
     one = machine("one")
-    saves = one.start("first")
-    one.commit(saves, 1)
+    saves = one.train("first", 1)
     one.commit(saves, 2, sent=False)
     again = one.start("second", load=False)
     assert again.latest() == step_folder(again.root, 2)
@@ -212,10 +212,8 @@ def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(machine: Make
 
 def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(machine: Make) -> None:
     first, second = machine("first"), machine("second")
-    old = first.start("one")
-    first.commit(old, 1)
-    new = second.start("two")
-    second.commit(new, 2)
+    old = first.train("one", 1)
+    second.train("two", 2)
     first.commit(old, 2, sent=False)  # it had not heard of the other
     back = first.start("three", load=False)
     manifest = read_manifest(back.root, 2)
@@ -226,8 +224,7 @@ def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(machine: Make) 
 
 def test_a_pinned_step_that_a_fetch_replaces_stays_in_quarantine(machine: Make) -> None:
     first, second = machine("first"), machine("second")
-    old = first.start("one")
-    first.commit(old, 1)
+    old = first.train("one", 1)
     second.commit(second.start("two"), 2)
     first.commit(old, 2, sent=False)  # it had not heard of the other
     pin(old.root, 2, "paper, table 2")
@@ -242,8 +239,7 @@ def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused
     machine: Make,
 ) -> None:
     first, second, third = machine("first"), machine("second"), machine("third")
-    old = first.start("one")
-    first.commit(old, 1)
+    old = first.train("one", 1)
     new, other = second.start("two"), third.start("three")
     second.commit(new, 2)
     with pytest.raises(SupersededError, match=r"run 2 at file://.* resumed from step 1"):
@@ -337,9 +333,7 @@ def test_a_corrupted_copy_is_skipped_for_the_step_before(
     machine: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = machine("first")
-    saves = first.start("one")
-    for step in (1, 2):
-        first.commit(saves, step)
+    first.train("one", 1, 2)
     whole = Remote(first.url).read_file(2, SHARD)
     assert whole
     Remote(first.url).write_file(2, SHARD, bytes(len(whole)))
@@ -350,8 +344,7 @@ def test_a_corrupted_copy_is_skipped_for_the_step_before(
 
 def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
     one = machine("one")
-    saves = one.start("first")
-    one.commit(saves, 1)
+    saves = one.train("first", 1)
     (step_folder(saves.root, 1) / SHARD).write_bytes(b"cut")
     again = one.start("second")
     assert again.latest() == step_folder(again.root, 1)
@@ -359,8 +352,7 @@ def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
 
 def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(machine: Make) -> None:
     one = machine("one")
-    saves = one.start("first")
-    one.commit(saves, 1)
+    saves = one.train("first", 1)
     saves.wait_all(10)
     one.commit(saves, 2, sent=False)
     assert len(saves.commit_seconds) == 1
@@ -396,9 +388,7 @@ def test_a_step_that_a_later_run_has_committed_again_is_not_in_the_remote_yet(
     machine: Make,
 ) -> None:
     one = machine("one")
-    saves = one.start("first")
-    for step in (1, 2):
-        one.commit(saves, step)
+    one.train("first", 1, 2)
     again = one.start("second", load=False)
     again.load(1)
     one.commit(again, 2, sent=False)
@@ -408,22 +398,9 @@ def test_a_step_that_a_later_run_has_committed_again_is_not_in_the_remote_yet(
     assert Remote(one.url).read_step(2).manifest.run == 2
 
 
-def test_a_step_of_a_later_run_in_the_remote_is_not_replaced(machine: Make) -> None:
-    one = machine("one")
-    saves = one.start("first")
-    one.commit(saves, 1)
-    theirs = encode_manifest(replace(read_manifest(saves.root, 1), run=7))
-    Remote(one.url).write_file(1, MANIFEST, theirs)
-    with pytest.raises(SupersededError, match="has the step of run 7"):
-        replicate_and_record(saves.root, one.url, 1)
-    assert Remote(one.url).read_file(1, MANIFEST) == theirs
-
-
 def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(machine: Make) -> None:
     one = machine("one")
-    saves = one.start("first")
-    for step in (1, 2, 3, 4):
-        one.commit(saves, step)
+    saves = one.train("first", 1, 2, 3, 4)
     pin(saves.root, 2)
     newest = Rules(parse_policy("last=1"), ALL)
     assert prune_remote(saves.root, one.url, Rules(ALL, ALL), 0).steps == []
@@ -437,9 +414,7 @@ def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(mac
 
 def test_a_root_keeps_its_required_remote_and_is_not_rewound(machine: Make) -> None:
     one = machine("one")
-    saves = one.start("first")
-    for step in (1, 2):
-        one.commit(saves, step)
+    saves = one.train("first", 1, 2)
     settings = Settings(spool=saves.settings.spool, home=one.folder)
     again = CheckpointCoordinator(saves.root, settings=settings, trigger=Asked())
     one.closing.callback(again.close, timeout=0)
@@ -485,8 +460,7 @@ def test_a_job_gets_a_required_remote_with_its_next_start(machine: Make, tmp_pat
     root.mkdir()
     job = Job(root, open_job_spool(one.spool, root))
     open_run(root, "before", 0)
-    job.stage(1, {"model": state(1)})
-    job.commit(1)
+    job.commit_states(1, {"model": state(1)})
     manifest = read_manifest(root, 1)
     assert manifest
     assert is_replicated(root, manifest)  # there is none
@@ -500,8 +474,7 @@ def test_a_job_gets_a_required_remote_with_its_next_start(machine: Make, tmp_pat
 
 def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     one = machine("one")
-    saves = one.start("first")
-    one.commit(saves, 1)
+    saves = one.train("first", 1)
     one.commit(saves, 2, sent=False)
     run = CliRunner().invoke
     assert '"in_remote": true' in run(app, ["ls", str(saves.root), "-o", "json"]).output

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.support.savers import await_that
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Checkpoints
 from trinity_sync.errors import SaveFailedError
@@ -178,20 +177,3 @@ def test_values_that_are_not_finite_fail_a_save_where_they_are_refused(
     resumed = coordinator()
     training.model.load_state_dict(resumed.load(1)["model"])
     commit(resumed, 3, training.states)
-
-
-def test_retention_keeps_the_newest_healthy_step_however_many_unhealthy_ones_follow(
-    coordinator: Make, training: Training, job: Job
-) -> None:
-    saves = coordinator(job={"keep": "last=2"})
-    for step in range(1, 8):
-        states = training.step()
-        if step > 3:
-            training.model.layers[0].bias.data[0] = float("inf")
-        commit(saves, step, states)
-    await_that(lambda: Checkpoints(job.root).steps() == [3, 6, 7], "the newest healthy step stays")
-    assert saves.latest_step(healthy=True) == 3
-    resumed = Training()
-    for step in (8, 9):
-        commit(saves, step, resumed.step())
-    await_that(lambda: Checkpoints(job.root).steps() == [8, 9], "there is a newer healthy step")

@@ -73,8 +73,7 @@ def test_a_structure_that_changes_between_saves_leaves_no_trace_of_the_old_one(j
         {"a": torch.zeros(1000), "b": torch.ones(10)},
     ]
     for step, state in enumerate(states, start=1):
-        job.stage(step, {"model": state})
-        job.commit(step)
+        job.commit_states(step, {"model": state})
         file = job.root / f"global_step_{step}/actor/model_world_size_1_rank_0.pt"
         again = torch.load(file, weights_only=True)
         assert again.keys() == state.keys()
@@ -107,30 +106,17 @@ def test_an_image_whose_save_failed_is_evicted_at_once_and_loudly(
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
 
 
-def test_the_oldest_image_is_evicted_when_nothing_saves_them(job: Job) -> None:
-    for step in (1, 2, 3):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
-
-
-def test_while_nothing_saves_training_does_not_wait_for_images_that_are_old_already(
-    job: Job,
+@pytest.mark.parametrize(("slot_wait_s", "is_away"), [(30, False), (300, True)])
+def test_while_nothing_saves_training_does_not_wait_for_old_images_or_those_of_a_root_that_is_away(
+    job: Job, slot_wait_s: float, is_away: bool
 ) -> None:
     now = [1e10]
-    job.stagers[0] = Stager(job.spool, slot_wait_s=30, clock=lambda: now[0])
+    job.stagers[0] = Stager(job.spool, slot_wait_s=slot_wait_s, clock=lambda: now[0])
+    if is_away:
+        job.spool.away.touch()
     for step in range(1, 6):
         staged = job.stage(step, {"model": {"w": torch.zeros(3)}})
         assert staged.waited_s < 1
-        now[0] += 60
-    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
-
-
-def test_training_does_not_wait_for_images_whose_root_is_away(job: Job) -> None:
-    now = [1e10]
-    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
-    job.spool.away.touch()
-    for step in range(1, 6):
-        assert job.stage(step, {"model": {"w": torch.zeros(3)}}).waited_s < 1
         now[0] += 60
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
 
@@ -473,8 +459,7 @@ def test_closing_removes_free_slots_and_the_others_are_removed_once_their_image_
 
 
 def test_a_job_that_has_ended_leaves_nothing_in_shared_memory(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    job.commit(1)
+    job.commit_states(1, {"model": {"w": torch.zeros(3)}})
     job.spool.receipts.mkdir()
     job.stagers.pop(0).close()
     job.spool.remove_if_unused()

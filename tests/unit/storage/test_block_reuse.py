@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -38,14 +39,12 @@ def test_the_next_save_writes_over_the_files_of_a_replaced_step(job: Job) -> Non
     weight = torch.zeros(WORTHWHILE)
     open_run(job.root, "first", 0)
     for number in (10, 11):
-        job.stage(number, {"model": {"w": weight + number}})
-        job.commit(number)
+        job.commit_states(number, {"model": {"w": weight + number}})
     replaced = job.root / "global_step_11/actor/model_world_size_1_rank_0.pt"
     inode = replaced.stat().st_ino
     open_run(job.root, "second", 10)
     for number in (11, 12):
-        job.stage(number, {"model": {"w": weight - number}}, run=2)
-        job.commit(number, run=2)
+        job.commit_states(number, {"model": {"w": weight - number}}, run=2)
     written = replaced.parents[2] / "global_step_12/actor/model_world_size_1_rank_0.pt"
     assert written.stat().st_ino == inode
     assert torch.equal(torch.load(written)["w"], weight - 12)
@@ -58,8 +57,7 @@ def test_a_smaller_file_is_cut_to_its_size(job: Job) -> None:
     spare.write_bytes(os.urandom(8 * WORTHWHILE))
     inode = spare.stat().st_ino
     remove_folder(job.root, spare.parent, keep=PLENTY)
-    job.stage(1, {"model": {"w": torch.ones(WORTHWHILE)}})
-    manifest = job.commit(1)
+    manifest = job.commit_states(1, {"model": {"w": torch.ones(WORTHWHILE)}})
     written = job.root / "global_step_1" / manifest.files[0].path
     assert (written.stat().st_ino, written.stat().st_size) == (inode, manifest.files[0].nbytes)
     assert torch.equal(torch.load(written)["w"], torch.ones(WORTHWHILE))
@@ -98,14 +96,6 @@ def test_a_file_that_is_opened_while_its_step_is_removed_is_not_reused(
         os.close(fd)
 
 
-def test_a_spare_file_that_a_process_has_opened_is_not_reused(tmp_path: Path, step: Path) -> None:
-    remove_folder(tmp_path, step, keep=PLENTY)
-    (spare,) = (tmp_path / ".trinity_sync/spare").iterdir()
-    with spare.open("rb"):
-        assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
-    assert not (tmp_path / "one").exists()
-
-
 def test_a_file_with_another_name_is_not_reused(tmp_path: Path, step: Path) -> None:
     os.link(step / "shard.pt", tmp_path / "kept by a backup")
     remove_folder(tmp_path, step, keep=PLENTY)
@@ -132,11 +122,16 @@ def test_killed_at_any_instant_no_linked_file_is_written_over(tmp_path: Path) ->
     assert die_before > 3
 
 
-def test_a_spare_file_with_a_link_is_not_reused(tmp_path: Path, step: Path) -> None:
+@pytest.mark.parametrize("how", ["is open", "has another name"])
+def test_a_spare_file_that_has_another_user_is_not_reused(
+    tmp_path: Path, step: Path, how: str
+) -> None:
     remove_folder(tmp_path, step, keep=PLENTY)
     (spare,) = (tmp_path / ".trinity_sync/spare").iterdir()
-    os.link(spare, tmp_path / "a copy by links")
-    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    if how == "has another name":
+        os.link(spare, tmp_path / "a copy by links")
+    with spare.open("rb") if how == "is open" else nullcontext():
+        assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
     assert not (tmp_path / "one").exists()
 
 

@@ -1,6 +1,8 @@
 """An earlier step becomes the newest; there is one to resume from at every instant."""
 
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from trinity_sync.retention.prune import (
 from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
-from trinity_sync.storage.pins import list_pins, list_tags, pin, tag
+from trinity_sync.storage.pins import list_pins, pin, tag
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.weights.committed import find_committed_version
@@ -29,8 +31,7 @@ from trinity_sync.weights.committed import find_committed_version
 
 def commit(job: Job, *steps: int, run: int = 1, kind: Kind = "checkpoint") -> None:
     for step in steps:
-        job.stage(step, {"model": {"w": torch.full((9,), step)}}, run=run, kind=kind)
-        job.commit(step, run=run, kind=kind)
+        job.commit_states(step, {"model": {"w": torch.full((9,), step)}}, run=run, kind=kind)
 
 
 @pytest.fixture
@@ -147,22 +148,17 @@ def test_a_leased_newer_step_is_not_quarantined(trained: Job) -> None:
         rewind(trained.root, 10)
 
 
-def test_a_pinned_step_is_quarantined_by_force_only(trained: Job) -> None:
-    pin(trained.root, 30, "the paper's")
-    with pytest.raises(StepInUseError, match="step 30: the paper's"):
+@pytest.mark.parametrize("claim", [pin, partial(tag, name="best")], ids=["pinned", "tagged"])
+def test_a_claimed_step_is_quarantined_by_force_only_and_loses_its_claim(
+    trained: Job, claim: Callable[..., object]
+) -> None:
+    tag(trained.root, 10, "start")
+    claim(trained.root, 30, reason="the paper's")
+    with pytest.raises(StepInUseError, match=r"step 30: .*the paper's"):
         rewind(trained.root, 10)
     assert find_newest(trained.root).step == 30
     assert 30 in rewind(trained.root, 10, force=True).quarantined
-    assert list_pins(trained.root) == []
-
-
-def test_a_tagged_step_is_quarantined_by_force_only_and_loses_its_tags(trained: Job) -> None:
-    tag(trained.root, 10, "start")
-    tag(trained.root, 30, "best")
-    with pytest.raises(StepInUseError, match="step 30: best"):
-        rewind(trained.root, 10)
-    assert 30 in rewind(trained.root, 10, force=True).quarantined
-    assert list(list_tags(trained.root)) == ["start"]
+    assert [each.step for each in list_pins(trained.root)] == [10]
 
 
 def test_steps_stay_in_quarantine_until_a_policy_removes_them(trained: Job) -> None:

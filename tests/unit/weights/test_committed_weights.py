@@ -10,7 +10,6 @@ from benchmarks.path_calls import watch_path_calls
 from benchmarks.restarts import commit_step
 from trinity_sync.layout import Kind, shard_file, step_folder
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
-from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import find_committed_version, find_model_path
 from trinity_sync.weights.version_view import VersionOpener
 from trinity_sync.weights.versions import Version, VersionUnavailableError
@@ -59,14 +58,6 @@ def test_a_folder_that_is_not_committed_is_not_loaded_from(tmp_path: Path, commi
     write(step_folder(tmp_path, 4) / "actor" / "model_world_size_1_rank_0.pt", NOW)
     (commit(5) / "model_world_size_1_rank_0.pt").write_bytes(b"cut")
     assert find_model_path(tmp_path, "actor") == whole
-
-
-def test_a_superseded_commit_is_not_loaded_from(tmp_path: Path, commit: Commit) -> None:
-    open_run(tmp_path, "first", 0)
-    kept = commit(3)
-    commit(5)
-    open_run(tmp_path, "second", 3)
-    assert find_model_path(tmp_path, "actor") == kept
 
 
 @pytest.mark.parametrize("inside", [".", "huggingface"])
