@@ -150,7 +150,7 @@ def test_a_child_that_leaves_the_block_does_not_give_its_parents_lock_away(tmp_p
         held = block.enter_context(acquire_file_lock(path))
 
         def leave() -> None:
-            with pytest.raises(CommitError, match="belongs to the process that forked this"):
+            with pytest.raises(CommitError, match="belongs to the parent of this process"):
                 held.require_held()
             block.close()
 

@@ -279,6 +279,13 @@ def one_rank_dtensor(shard: torch.Tensor) -> DTensor:
 MESH = make_mesh("cpu", 0, 1)
 
 
+def test_tying_that_changes_is_laid_out_again() -> None:
+    a, b = torch.zeros(4), torch.ones(4)
+    known, _ = lay_out([a, a, b])
+    layout, _ = lay_out([a, b, b], known)
+    assert layout is not known
+
+
 def same_objects(items: list[Any]) -> list[int]:
     return [next(n for n, other in enumerate(items) if other is each) for each in items]
 
