@@ -110,9 +110,8 @@ pytorch-suite: $(READY) ## PyTorch's own tests of DCP on our storage writer, sta
 	$(BIN)/python -m pip install --quiet expecttest
 	$(BIN)/python -m tests.environments.pytorch $(or $(PYTORCH),$(error pass PYTORCH=/path/to/pytorch))
 
-verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed, and its own tests
+verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/environments/verl
-	$(BIN)/python -m tests.environments.verl
 
 megatron: $(READY) ## real Megatron on the CPU, tensor-, pipeline-, expert- and data-parallel: killed, resumed, loaded by veRL's loader and with another parallelism
 	$(BIN)/python -m pytest tests/environments/megatron
