@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.pipeline.order import Part
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
@@ -62,6 +63,14 @@ class CommitsHere(SaveTrigger):
     def finish(self) -> None:
         """Also wait for what follows a commit: its slots are free then, and old steps pruned."""
         self._requests.join()
+
+
+def coordinator_of(root: Path, trigger: SaveTrigger | None = None) -> CheckpointCoordinator:
+    """The coordinator of a rank, with a spool next to the root."""
+    settings = Settings(spool=root.parent / "spool", home=root.parent)
+    return CheckpointCoordinator.of_process_group(
+        root, settings=settings, trigger=trigger or CommitsHere()
+    )
 
 
 class CommitsWhenTold(CommitsHere):

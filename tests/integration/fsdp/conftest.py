@@ -2,6 +2,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from grpo_copy import model
 
     return model.create_model(tmp_path_factory.mktemp("model") / "tiny", hidden=128)
+
+
+@pytest.fixture(scope="module")
+def policy(one_rank: None, tiny: Path) -> Any:
+    """The example's, with veRL's engine."""
+    from grpo_copy.policy import Policy
+
+    return Policy(tiny)

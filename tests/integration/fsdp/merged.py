@@ -3,7 +3,24 @@
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+
+
+def merged_by_verl(folder: Path, to: Path) -> dict[str, torch.Tensor]:
+    """The same by veRL's own merger, which writes a model to ``to``."""
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(folder),
+        hf_model_config_path=str(folder / "huggingface"),
+        target_dir=str(to),
+    )
+    FSDPModelMerger(config).merge_and_save()
+    return load_file(to / "model.safetensors")
 
 
 def merged(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,9 +13,18 @@ from torch.distributed.fsdp.api import ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from verl.trainer.config import CheckpointConfig
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.support.states import copied
+from trinity_sync.integrations.verl import FSDPCheckpointManager
+
+
+def manager_of(kind: type, engine: Any, **more: Any) -> Any:
+    """A checkpoint manager as veRL's engine makes it."""
+    parts = (engine.module, engine.optimizer, engine.lr_scheduler)
+    return kind(*parts, engine.model_config.get_processor(), engine.checkpoint_config, **more)
 
 
 class Trained:
@@ -72,6 +81,16 @@ class Trained:
         self.optimizer.zero_grad()
         self.schedule.step()
         return loss.item()
+
+    def manager(self, coordinator: Any = None, **contents: list[str]) -> FSDPCheckpointManager:
+        return FSDPCheckpointManager(*self._parts(contents), coordinator=coordinator)
+
+    def verls_manager(self, **contents: list[str]) -> VerlManager:
+        return VerlManager(*self._parts(contents))
+
+    def _parts(self, contents: dict[str, list[str]]) -> tuple[Any, ...]:
+        config = CheckpointConfig(**contents)
+        return self.model, self.optimizer, self.schedule, self.tokenizer, config
 
     def state(self) -> dict[str, Any]:
         """A copy of everything that a checkpoint holds, by component."""

@@ -65,17 +65,14 @@ def sharded(folder: Path, strategy: str) -> Any:
     )
 
 
-def engine_of(folder: Path, strategy: str) -> Any:
-    return SimpleNamespace(module=sharded(folder, strategy), is_param_offload_enabled=False)
-
-
 def train(folder: Path, port: int) -> tuple[str, str]:
     """A trainer rank: each model twice, since the first must leave it as it was, then a failure."""
     group = None
     if dist.get_rank() == 0:
         group = WeightGroupHost(port, "127.0.0.1").join(world_size=2, timeout_s=TIMEOUT_S)
     for version, strategy in enumerate(STRATEGIES):
-        engine = engine_of(folder, strategy)
+        module = sharded(folder, strategy)
+        engine = SimpleNamespace(module=module, is_param_offload_enabled=False)
         for _ in range(2):
             fsdp_sync_weight_nccl(engine, group, version=version)
     if group is not None:

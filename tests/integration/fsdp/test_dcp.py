@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -16,8 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.integration.fsdp.commits import CommitsHere, coordinator_of
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.states import differences
+from trinity_sync.errors import SaveFailedError
+from trinity_sync.formats.dcp import from_dcp
+from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.layout import step_folder
 
 STEPS = (1, 2, 3)
@@ -37,14 +46,6 @@ class Trained:
         replicas: bool = False,
         kind: str = "",
     ):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            RowwiseParallel,
-            parallelize_module,
-        )
-
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(
@@ -82,27 +83,13 @@ class Trained:
         )
 
 
-def coordinator_of(root: Path, spool: Path, trigger: Any = None) -> Any:
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, Settings
-
-    settings = Settings(spool=spool, home=root.parent)
-    return CheckpointCoordinator.of_process_group(
-        root, settings=settings, trigger=trigger or CommitsHere()
-    )
-
-
-def save(root: Path, spool: Path, shape: tuple[int, int] | None, replicas: bool) -> None:
+def save(root: Path, shape: tuple[int, int] | None, replicas: bool) -> None:
     """Train and save; after the copy of each step its tensors change at once.
 
     The saves with replicas overlap, without DCP's exchanges between ranks.
     """
-    import torch.distributed as dist
-
-    from trinity_sync.integrations.dcp import DcpSaver
-
     trained = Trained(shape, replicas=replicas, kind=root.parent.name)
-    with coordinator_of(root, spool) as saves:
+    with coordinator_of(root) as saves:
         saver, futures = DcpSaver(saves), []
         for step in STEPS:
             trained.step()
@@ -130,9 +117,6 @@ def save(root: Path, spool: Path, shape: tuple[int, int] | None, replicas: bool)
 
 def load(root: Path, shape: tuple[int, int] | None, replicas: bool) -> list[str]:
     """Load each step into a state of another content; return what differs from the reference."""
-    from tests.support.states import differences
-    from trinity_sync.integrations.dcp import StepReader
-
     found = []
     for step in STEPS:
         trained = Trained(shape, seed=1, replicas=replicas, kind=root.parent.name)
@@ -147,14 +131,12 @@ def load(root: Path, shape: tuple[int, int] | None, replicas: bool) -> list[str]
 
 def save_and_load(folder: Path) -> list[str]:
     for name, (shape, replicas) in SAVED.items():
-        save(folder / name / "ckpts", folder / "spool", shape, replicas)
+        save(folder / name / "ckpts", shape, replicas)
     return load_all(folder)
 
 
 def load_all(folder: Path) -> list[str]:
     """Load what four ranks saved on all meshes of these ranks; return what differs."""
-    import torch.distributed as dist
-
     return [
         f"{name} on {shape}: {found}"
         for name in SAVED
@@ -193,8 +175,6 @@ def test_what_four_ranks_saved_is_loaded_on_other_meshes(saved: Path, ranks: int
 
 @pytest.mark.parametrize("name", SAVED)
 def test_plain_dcp_reads_a_committed_folder(saved: Path, name: str) -> None:
-    from tests.support.states import differences
-
     for step in STEPS:
         folder = step_folder(saved / name / "ckpts", step) / "actor"
         trained = Trained(None, seed=1, kind=name)
@@ -229,11 +209,6 @@ def test_a_replica_is_written_once(saved: Path, name: str) -> None:
 
 def fail(folder: Path) -> list[str]:
     """Save what cannot be planned, staged or committed on rank 1; return the errors here."""
-    import torch.distributed as dist
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync.errors import SaveFailedError
-    from trinity_sync.integrations.dcp import DcpSaver
 
     class FailsAtStep3(CommitsHere):
         def __init__(self) -> None:
@@ -247,7 +222,7 @@ def fail(folder: Path) -> list[str]:
 
             self._save_step = save_step
 
-    saves = coordinator_of(folder / "ckpts", folder / "spool", FailsAtStep3())
+    saves = coordinator_of(folder / "ckpts", FailsAtStep3())
     saver, last = DcpSaver(saves), dist.get_rank() == 1
     errors = []
     for step in (1, 2, 3, 4):
@@ -282,12 +257,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_later_saves_go_on(tmp_path: Pat
 
 def import_and_train_on(folder: Path, mesh: str) -> list[str]:
     """Train, save with DCP alone, import that, and train from it; return what differs."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.support.states import differences
-    from trinity_sync.formats.dcp import from_dcp
 
     def train(seed: int, steps: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
@@ -316,7 +285,7 @@ def import_and_train_on(folder: Path, mesh: str) -> list[str]:
     if dist.get_rank() == 0:
         from_dcp(folder / "theirs", folder / "ckpts", 2, world_size=2, device_type="cpu", mesh=mesh)
     dist.barrier()
-    saves = coordinator_of(folder / "ckpts", folder / "spool")
+    saves = coordinator_of(folder / "ckpts")
     loaded = saves.load(2)
     saves.close()
     again, its_optimizer = train(1, 1)

@@ -171,10 +171,7 @@ def test_an_uploaded_model_is_loaded_without_ray(
 
 
 def test_an_uploaded_model_is_loaded_by_an_explorer(
-    policy: Policy,
-    coordinator: CheckpointCoordinator,
-    ray_node: None,
-    tiny: Path,
+    policy: Policy, coordinator: CheckpointCoordinator, ray_node: None, tiny: Path
 ) -> None:
     synchronizer = Synchronizer.get_actor(root=coordinator.root, namespace="engine")
     manager = use_trinity_sync(policy.engine, coordinator)
@@ -192,17 +189,14 @@ def test_an_uploaded_model_is_loaded_by_an_explorer(
     policy.train_on(batch())
     manager.save_checkpoint(str(step_folder(coordinator.root, 1) / "actor"), 1)
     staged = fsdp_upload_state_dict(policy.engine, synchronizer, 1, logger)
-    assert staged is not None
     assert staged.nbytes == 0  # the save's image
     require_loaded(1)
 
     policy.train_on(batch())
     uploaded = manager.upload_state_dict(2, synchronizer=synchronizer)
-    assert uploaded is not None
     assert uploaded.nbytes > 0
     folder = step_folder(coordinator.root, 2) / "actor"
     saved = manager.save_state_dict(str(folder), 2)
-    assert saved is not None
     assert saved.nbytes < uploaded.nbytes  # metadata alone
     require_loaded(2)
     manager.wait_on_save_thread()

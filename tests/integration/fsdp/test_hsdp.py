@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.integration.fsdp.commits import coordinator_of
+from tests.integration.fsdp.merged import merged_by_verl
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import copied, differences
 from tests.support.waiting import until
+from trinity_sync import CheckpointCoordinator
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.verify import choose_files
@@ -23,30 +29,15 @@ def _save(
     tiny: Path, root: Path, scratch: Path, replicas: int, has_buffer: bool = False
 ) -> dict[str, Any]:
     """Save with our manager; return the components that this rank staged."""
-    import torch.distributed as dist
-    from verl.trainer.config import CheckpointConfig
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator
-    from trinity_sync.integrations.verl import FSDPCheckpointManager
-
     trained = Trained(tiny, 2, replicas=replicas)
     for _ in range(STEP):
         trained.step()
     if has_buffer:
         trained.model.register_buffer("mean_of_own_data", torch.full((1,), float(dist.get_rank())))
     torch.save(trained.state(), scratch / f"rank{dist.get_rank()}.pt")
-    coordinator = CheckpointCoordinator.of_process_group(root, trigger=CommitsHere())
-    manager = FSDPCheckpointManager(
-        trained.model,
-        trained.optimizer,
-        trained.schedule,
-        trained.tokenizer,
-        CheckpointConfig(),
-        coordinator=coordinator,
-    )
+    coordinator = coordinator_of(root)
+    manager = trained.manager(coordinator)
     staged = manager.save_checkpoint(str(step_folder(root, STEP) / "actor"), STEP)
-    assert staged is not None
     again = manager.save_checkpoint(str(step_folder(root, STEP) / "actor"), STEP)
     sync = manager.save_state_dict(str(step_folder(root, STEP) / "actor"), STEP)
     manager.wait_on_save_thread()
@@ -56,17 +47,9 @@ def _save(
 
 def _load(ours: bool, tiny: Path, root: Path, scratch: Path) -> dict[str, Any]:
     """Load into other ranks, with our manager or veRL's; return what is not as it was."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from verl.trainer.config import CheckpointConfig
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as Theirs
-
-    from trinity_sync.integrations.verl import FSDPCheckpointManager
-
     trained = Trained(tiny, 2, seed=1000, replicas=2)
     trained.step()
-    make = FSDPCheckpointManager if ours else Theirs
-    manager = make(trained.model, trained.optimizer, trained.schedule, None, CheckpointConfig())
+    manager = trained.manager() if ours else trained.verls_manager()
     manager.load_checkpoint(str(step_folder(root, STEP) / "actor"))
     expected = torch.load(scratch / f"rank{dist.get_rank()}.pt", weights_only=False)
     moments = [each["exp_avg"] for each in trained.optimizer.state.values()]
@@ -126,32 +109,16 @@ def test_each_rank_loads_the_files_of_its_name_bit_for_bit(
 def test_verls_merger_and_ours_read_the_model(
     job: tuple[Path, Path, list[Any]], tmp_path: Path
 ) -> None:
-    from verl.model_merger.base_model_merger import ModelMergerConfig
-    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
-
     folder = step_folder(job[0], STEP) / "actor"
-    FSDPModelMerger(
-        ModelMergerConfig(
-            operation="merge",
-            backend="fsdp",
-            local_dir=str(folder),
-            hf_model_config_path=str(folder / "huggingface"),
-            target_dir=str(tmp_path),
-        )
-    ).merge_and_save()
+    theirs = merged_by_verl(folder, tmp_path)
     export_step(job[0], STEP, to=tmp_path / "ours", dtype="bf16")
-    theirs, ours = (load_file(each / "model.safetensors") for each in (tmp_path, tmp_path / "ours"))
+    ours = load_file(tmp_path / "ours/model.safetensors")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
 def _save_named(tiny: Path, root: Path, replicas: int) -> dict[str, Any]:
     """Save with a plain coordinator that names model and optimizer as replicated, and load."""
-    import torch.distributed as dist
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator
-
     trained = Trained(tiny, 2, replicas=replicas)
     trained.step()
     states = {
@@ -159,7 +126,7 @@ def _save_named(tiny: Path, root: Path, replicas: int) -> dict[str, Any]:
         "optim": trained.optimizer.state_dict(),
         "extra_state": {"rank": torch.tensor(dist.get_rank())},
     }
-    with CheckpointCoordinator.of_process_group(root, trigger=CommitsHere()) as saves:
+    with coordinator_of(root) as saves:
         staged = saves.save(4, states, replicated=("model", "optim"))
         sync = saves.save(4, {"model": states["model"]}, kind="state_dict")
         saves.wait_all()
@@ -192,18 +159,11 @@ def test_a_coordinator_saves_once_what_several_ranks_have_alike_and_all_shards(
 
 def _save_on_mesh(root: Path) -> tuple[tuple[str, ...], list[float]]:
     """Save on a mesh whose first replica is not that of rank 0; return what was staged, and w."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator
-
     mesh, rank = DeviceMesh("cpu", [[2, 3], [0, 1]]), dist.get_rank()
     own = torch.full((3,), float(rank % 2))
     weights = DTensor.from_local(own, mesh, [Replicate(), Shard(0)], run_check=False)
     states = {"model": {"w": weights}, "extra_state": {"rank": torch.tensor(rank)}}
-    with CheckpointCoordinator.of_process_group(root, trigger=CommitsHere()) as saves:
+    with coordinator_of(root) as saves:
         staged = saves.save(4, states, replicated=["model"])
         saves.wait_all()
     with CheckpointCoordinator.of_process_group(root, run_key="next") as saves:

@@ -1,12 +1,13 @@
 """What a killed run has committed is restored bit-equal on real ranks, from memory or disk."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import copied, differences
@@ -17,18 +18,18 @@ from trinity_sync.storage.runs import list_runs
 STEP = 3
 
 
-def _fill(new_run: Callable[[], Any], expected: dict[str, Any], trained: Trained, rank: int) -> Any:
+def _fill(root: Path, expected: dict[str, Any], trained: Trained, rank: int) -> Any:
     """Fill what lives, which rank 1 alone lacks a part of at first."""
     live = {"model": trained.model.state_dict(), "optim": trained.optimizer.state_dict()}
     before = copied(live)
     lacking = {**live, "optim": {**live["optim"], "state": {}}} if rank == 1 else live
     try:
-        new_run().load_into(STEP, lacking)
+        coordinator_of(root).load_into(STEP, lacking)
     except ConfigError as error:
         refused = "is not among those to fill" in str(error) and not differences(
             before, copied(live)
         )
-    loaded = new_run().load_into(STEP, live)
+    loaded = coordinator_of(root).load_into(STEP, live)
     trained.optimizer.load_state_dict(loaded["optim"])  # its learning rate
     return refused, differences(
         expected, copied({**trained.state(), "extra_state": loaded["extra_state"]})
@@ -37,40 +38,17 @@ def _fill(new_run: Callable[[], Any], expected: dict[str, Any], trained: Trained
 
 def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]:
     """Save, then load into a differently initialised rank, once for each place to load from."""
-    import torch.distributed as dist
-    from verl.trainer.config import CheckpointConfig
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, Settings
-    from trinity_sync.integrations.verl import FSDPCheckpointManager
-
     said: list[str] = []
     for name in ("restore", "restore_into"):
         log = logging.getLogger(f"trinity_sync.storage.{name}")
         log.setLevel(logging.INFO)
         log.addFilter(lambda record: said.append(record.getMessage()) is None)
-    root, settings = scratch / "job", Settings(spool=scratch / "spool")
-
-    def new_run() -> CheckpointCoordinator:
-        return CheckpointCoordinator.of_process_group(
-            root, settings=settings, trigger=CommitsHere()
-        )
-
-    def manager_of(trained: Trained, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:
-        return FSDPCheckpointManager(
-            trained.model,
-            trained.optimizer,
-            trained.schedule,
-            trained.tokenizer,
-            CheckpointConfig(),
-            coordinator=coordinator,
-        )
-
+    root = scratch / "job"
     trained = Trained(tiny, version)
     for _ in range(STEP):
         trained.step()
-    killed = new_run()  # is never closed, and so leaves its slots
-    manager = manager_of(trained, killed)
+    killed = coordinator_of(root)  # is never closed, and so leaves its slots
+    manager = trained.manager(killed)
     folder = str(step_folder(root, STEP) / "actor")
     manager.save_checkpoint(folder, STEP)
     expected = trained.state()
@@ -84,16 +62,16 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
         said.clear()
         restarted = Trained(tiny, version, seed=1000)
         restarted.step()
-        coordinator = new_run()
-        manager_of(restarted, coordinator).load_checkpoint(folder)
+        coordinator = coordinator_of(root)
+        restarted.manager(coordinator).load_checkpoint(folder)
         found[source] = (differences(expected, restarted.state()), len(said))
         assert all(f"from the {source}" in message for message in said), said
         restarted.step()  # what was loaded can be trained on
         coordinator.close()
-    plain = copied(new_run().load(STEP))
+    plain = copied(coordinator_of(root).load(STEP))
     found["plain"] = (differences(expected, plain), len(said))
     if version == 2:
-        found["in place"] = _fill(new_run, expected, restarted, dist.get_rank())
+        found["in place"] = _fill(root, expected, restarted, dist.get_rank())
 
     runs = len(list_runs(root))
     dist.barrier()
@@ -103,7 +81,7 @@ def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]
             shard.write(b"x")
     dist.barrier()
     try:
-        manager_of(restarted, new_run()).load_checkpoint(folder)
+        restarted.manager(coordinator_of(root)).load_checkpoint(folder)
     except CommitError as error:
         found["corrupted"] = (str(error).partition(":")[0], len(list_runs(root)) - runs)
     return found

@@ -11,14 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.utils.checkpoint import fsdp_checkpoint_manager
 
+from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import copied, differences
 from tests.support.weights import VersionFile
 from trinity_sync import ConfigError, WeightReader
 from trinity_sync.formats.hf_export import export_step
+from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.layout import step_folder
 from trinity_sync.weights.versions import Version
 
@@ -60,15 +71,6 @@ class Mlp:
     """Model and optimizer of one rank on a mesh."""
 
     def __init__(self, layout: str, seed: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor import Shard, distribute_tensor
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            RowwiseParallel,
-            parallelize_module,
-        )
-
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(
             Qwen2Config(
@@ -132,11 +134,6 @@ def _gathered(state: Any) -> Any:
 
 
 def _manager(trained: Mlp, coordinator: Any = None, *, verls: bool = False) -> Any:
-    from verl.trainer.config import CheckpointConfig
-    from verl.utils.checkpoint import fsdp_checkpoint_manager
-
-    from trinity_sync.integrations.verl import FSDPCheckpointManager
-
     contents = ["model", "optimizer", "extra"]
     config = CheckpointConfig(save_contents=contents, load_contents=contents)
     arguments = trained.model, trained.optimizer, None, None, config
@@ -147,15 +144,10 @@ def _manager(trained: Mlp, coordinator: Any = None, *, verls: bool = False) -> A
 
 def _save(layout: str, jobs: Path) -> None:
     """Save, and put the whole state next to it."""
-    import torch.distributed as dist
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator
-
     trained = Mlp(layout, seed=0)
     for _ in range(STEP):
         trained.step()
-    coordinator = CheckpointCoordinator.of_process_group(jobs / layout, trigger=CommitsHere())
+    coordinator = coordinator_of(jobs / layout)
     manager = _manager(trained, coordinator)
     manager.save_checkpoint(str(_folder(jobs, layout)), STEP)
     manager.wait_on_save_thread()
@@ -201,10 +193,6 @@ def _load(saved: str, by: str, jobs: Path) -> dict[str, Any]:
 
 def _refuse(jobs: Path) -> str:
     """Save a weight of which each rank has several pieces."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     trained = Mlp("2x2", seed=0)
     weight = trained.model.model.layers[1].mlp.up_proj.weight
     mesh, meta = weight.device_mesh, TensorMeta(weight.shape, weight.stride(), weight.dtype)
@@ -221,8 +209,6 @@ def _refuse(jobs: Path) -> str:
 
 def _in_turn(jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The same processes as four ranks, as two and as one; some sit out."""
-    import torch.distributed as dist
-
     os.environ["TRINITY_SYNC_SPOOL"] = str(jobs / "spool")
     found: dict[tuple[str, str], dict[str, Any]] = {}
     me = dist.get_rank()
@@ -278,8 +264,6 @@ def test_a_step_of_one_mesh_is_loaded_on_another_bit_for_bit(
 def test_weights_and_an_export_are_the_whole_model(
     loaded: Any, jobs: Path, tmp_path: Path, layout: str
 ) -> None:
-    from safetensors.torch import load_file
-
     whole = torch.load(jobs / f"{layout}.pt")["model"]
     export_step(jobs / layout, STEP, to=tmp_path / "hf")
     assert differences(dict(whole), load_file(tmp_path / "hf/model.safetensors")) == []

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from verl.trainer.config import CheckpointConfig
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.models import Trained
 from tests.support.states import copied, differences
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import ImageError
-from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.stager import Staged, StagePlan
 
@@ -35,14 +33,7 @@ def saves(tmp_path: Path) -> Iterator[CheckpointCoordinator]:
 def test_steps_that_follow_at_once_do_not_reach_the_files(
     trained: Trained, saves: CheckpointCoordinator
 ) -> None:
-    manager = FSDPCheckpointManager(
-        trained.model,
-        trained.optimizer,
-        trained.schedule,
-        trained.tokenizer,
-        CheckpointConfig(),
-        coordinator=saves,
-    )
+    manager = trained.manager(saves)
     expected = {}
     for step in (1, 2, 3):
         expected[step] = trained.state()

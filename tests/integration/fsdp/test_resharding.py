@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import differences
@@ -46,37 +50,19 @@ SAVED = {  # version of FSDP, ranks, replicas; "original" has FSDP1's use_orig_p
 }
 
 
-def manager_of(trained: Trained, coordinator: Any = None) -> Any:
-    from verl.trainer.config import CheckpointConfig
-
-    from trinity_sync.integrations.verl import FSDPCheckpointManager
-
-    return FSDPCheckpointManager(
-        trained.model,
-        trained.optimizer,
-        trained.schedule,
-        trained.tokenizer,
-        CheckpointConfig(),
-        coordinator=coordinator,
-    )
+Loaded = dict[tuple[str, str], list[dict[str, Any]]]
+"""What each rank found, by what was saved and what loaded it."""
 
 
 def save(names: list[str], tiny: Path, jobs: Path) -> None:
     """Train, save through the manager, and put the whole state next to it."""
-    import torch.distributed as dist
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, Settings
-
     for name in names:
         version, _, replicas = SAVED[name]
         trained = Trained(tiny, version, replicas=replicas, original="original" in name)
         for _ in range(STEP):
             trained.step()
-        coordinator = CheckpointCoordinator.of_process_group(
-            jobs / name, settings=Settings(spool=jobs / "spool"), trigger=CommitsHere()
-        )
-        manager = manager_of(trained, coordinator)
+        coordinator = coordinator_of(jobs / name)
+        manager = trained.manager(coordinator)
         manager.save_checkpoint(str(step_folder(coordinator.root, STEP) / "actor"), STEP)
         manager.wait_on_save_thread()
         whole = whole_state(trained)
@@ -88,9 +74,6 @@ def save(names: list[str], tiny: Path, jobs: Path) -> None:
 
 def _save_four_numbers(jobs: Path) -> None:
     """Too few for three ranks: the last one has none."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     numbers = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     file = shard_file("model", dist.get_world_size(), dist.get_rank())
@@ -99,8 +82,6 @@ def _save_four_numbers(jobs: Path) -> None:
 
 def whole_state(trained: Trained) -> dict[str, Any]:
     """Model and optimizer as whole tensors, by name, gathered by PyTorch; on rank 0."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     options = StateDictOptions(full_state_dict=True)
     model, optim = get_state_dict(trained.model, trained.optimizer, options=options)
     whole = {"model": model, "optim": optim, "lr_scheduler": trained.schedule.state_dict()}
@@ -115,9 +96,6 @@ def _gathered(state: Any) -> Any:
 
 def load(name: str, by: str, tiny: Path, jobs: Path) -> dict[str, Any]:
     """Load and go on, once through the manager and once through PyTorch."""
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
     read: list[int] = []
     log = logging.getLogger("trinity_sync.integrations.verl.fsdp.reshard")
     log.setLevel(logging.INFO)
@@ -130,7 +108,7 @@ def load(name: str, by: str, tiny: Path, jobs: Path) -> dict[str, Any]:
     log.addFilter(note)
     how: dict[str, Any] = {"version": SAVED[by][0], "original": "original" in by}
     ours = Trained(tiny, **how, seed=1000)
-    manager_of(ours).load_checkpoint(str(step_folder(jobs / name, STEP) / "actor"))
+    ours.manager().load_checkpoint(str(step_folder(jobs / name, STEP) / "actor"))
     random_state = torch.get_rng_state().numpy().tobytes()
     kept = sum(
         value.numel() * value.element_size()
@@ -168,8 +146,6 @@ def load(name: str, by: str, tiny: Path, jobs: Path) -> dict[str, Any]:
 def through_dcp(tiny: Path, jobs: Path) -> list[str]:
     """What two ranks saved, converted there and back, as veRL's own loader reads it on these ranks;
     where it differs."""
-    import torch.distributed as dist
-
     ranks = dist.get_world_size()
     if dist.get_rank() == 0:
         to_dcp(jobs / "fsdp2-2", STEP, jobs / "dcp")
@@ -181,19 +157,9 @@ def through_dcp(tiny: Path, jobs: Path) -> list[str]:
 
 def read_by_verl(name: str, root: Path, tiny: Path, jobs: Path) -> list[str]:
     """Where model and optimizer differ from what was saved, if veRL's own loader reads a root."""
-    import torch.distributed as dist
-    from verl.trainer.config import CheckpointConfig
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-
     trained = Trained(tiny, SAVED[name][0], seed=1000, original="original" in name)
     trained.step()
-    manager = FSDPCheckpointManager(
-        trained.model,
-        trained.optimizer,
-        trained.schedule,
-        trained.tokenizer,
-        CheckpointConfig(load_contents=["model", "optimizer"]),
-    )
+    manager = trained.verls_manager(load_contents=["model", "optimizer"])
     manager.load_checkpoint(str(step_folder(root, STEP) / "actor"))
     gathered = whole_state(trained)
     if dist.get_rank():
@@ -216,7 +182,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny: Path, jobs: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def loaded(tiny: Path, jobs: Path) -> Loaded:
     """What each rank found, by what was saved and what loaded it."""
     ranks = on_ranks(_elastic, tiny, jobs, scratch=jobs, world_size=4, timeout_s=250)
     cases = ranks[0].keys()
@@ -225,8 +191,6 @@ def loaded(tiny: Path, jobs: Path) -> dict[tuple[str, str], list[dict[str, Any]]
 
 def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The same processes as four ranks, as one, two, three and one again; some sit out."""
-    import torch.distributed as dist
-
     found: dict[tuple[str, str], dict[str, Any]] = {}
     me = dist.get_rank()
 
@@ -282,7 +246,7 @@ CASES = [
 
 @pytest.mark.parametrize(("saved", "by"), CASES)
 def test_model_and_optimizer_equal_the_saved_state_bit_for_bit(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], saved: str, by: str
+    loaded: Loaded, saved: str, by: str
 ) -> None:
     for rank in loaded[saved, by]:
         assert rank["whole"] == []
@@ -291,7 +255,7 @@ def test_model_and_optimizer_equal_the_saved_state_bit_for_bit(
 
 @pytest.mark.parametrize(("saved", "by"), CASES)
 def test_training_goes_on_as_in_a_run_that_had_the_state_all_along(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], saved: str, by: str
+    loaded: Loaded, saved: str, by: str
 ) -> None:
     for rank in loaded[saved, by]:
         ours, theirs = rank["losses"]
@@ -300,23 +264,17 @@ def test_training_goes_on_as_in_a_run_that_had_the_state_all_along(
 
 
 @pytest.mark.parametrize(("saved", "by"), CASES)
-def test_a_rank_reads_only_what_it_keeps(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], saved: str, by: str
+def test_a_rank_reads_only_what_it_keeps_and_gives_the_step_up_afterwards(
+    loaded: Loaded, saved: str, by: str
 ) -> None:
     for rank in loaded[saved, by]:
         assert 0 < rank["read"] <= rank["kept"]
-
-
-@pytest.mark.parametrize(("saved", "by"), CASES)
-def test_the_step_is_given_up_afterwards(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], saved: str, by: str
-) -> None:
-    assert [rank["leases"] for rank in loaded[saved, by]] == [[]] * len(loaded[saved, by])
+        assert rank["leases"] == []
 
 
 @pytest.mark.parametrize(("saved", "by"), [("fsdp2-1", "fsdp2-2"), ("fsdp2-4", "fsdp2-3")])
 def test_a_rank_has_its_own_random_state_or_one_of_its_own_making(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], jobs: Path, saved: str, by: str
+    loaded: Loaded, jobs: Path, saved: str, by: str
 ) -> None:
     _, saved_by, _ = SAVED[saved]
     folder = step_folder(jobs / saved, STEP) / "actor"
@@ -329,30 +287,26 @@ def test_a_rank_has_its_own_random_state_or_one_of_its_own_making(
     assert derived[0] == derived[1] != derived[2]
 
 
-def test_ranks_without_a_part_of_a_tensor_do_no_harm(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], jobs: Path
-) -> None:
+def test_ranks_without_a_part_of_a_tensor_do_no_harm(loaded: Loaded, jobs: Path) -> None:
     files = [jobs / shard_file("model", 3, rank) for rank in range(3)]
     saved = SavedState(files, [*outline_files(files, range(3)).values()])
     assert [list(chunk.sizes) for chunk in saved.tensors["numbers"].chunks] == [[2], [2]]
     assert saved.read_tensor("numbers", torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_what_was_converted_there_and_back_is_read_by_verls_own_loader(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]],
-) -> None:
+def test_what_was_converted_there_and_back_is_read_by_verls_own_loader(loaded: Loaded) -> None:
     assert [rank["whole"] for rank in loaded["fsdp2-2", "dcp"]] == [[], [], []]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_flat_shards_of_original_parameters_are_read_by_verls_own_loader(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], ranks: int
+    loaded: Loaded, ranks: int
 ) -> None:
     assert [rank["whole"] for rank in loaded[f"original-{ranks}", "verl"]] == [[]] * ranks
 
 
 def test_shards_are_loaded_by_plain_dcp_into_a_plain_module(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], tiny: Path, jobs: Path
+    loaded: Loaded, tiny: Path, jobs: Path
 ) -> None:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
@@ -373,7 +327,7 @@ def test_shards_are_loaded_by_plain_dcp_into_a_plain_module(
 
 
 def test_the_optimizer_of_fsdp1_is_not_converted_and_its_model_is(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], jobs: Path, tmp_path: Path
+    loaded: Loaded, jobs: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="flat state of FSDP1"):
         to_dcp(jobs / "fsdp1-2", STEP, tmp_path / "out")
@@ -385,11 +339,7 @@ def test_the_optimizer_of_fsdp1_is_not_converted_and_its_model_is(
 
 
 def test_a_corrupted_file_is_refused_before_anything_is_loaded(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]],
-    one_rank: None,
-    tiny: Path,
-    jobs: Path,
-    tmp_path: Path,
+    loaded: Loaded, one_rank: None, tiny: Path, jobs: Path, tmp_path: Path
 ) -> None:
     root = shutil.copytree(jobs / "fsdp2-2", tmp_path / "job")
     folder = step_folder(root, STEP) / "actor"
@@ -399,31 +349,29 @@ def test_a_corrupted_file_is_refused_before_anything_is_loaded(
     trained = Trained(tiny, 2)
     before = trained.state()
     with pytest.raises(CommitError, match=r"optim_world_size_2_rank_1.pt is corrupted"):
-        manager_of(trained).load_checkpoint(str(folder))
+        trained.manager().load_checkpoint(str(folder))
     assert differences(before, trained.state()) == []
 
 
 def test_the_optimizer_of_another_strategy_is_refused_with_a_way_out(
-    loaded: dict[tuple[str, str], list[dict[str, Any]]], one_rank: None, tiny: Path, jobs: Path
+    loaded: Loaded, one_rank: None, tiny: Path, jobs: Path
 ) -> None:
     folder = step_folder(jobs / "fsdp1-2", STEP) / "actor"
     for version, original in ((2, False), (1, True)):
         trained = Trained(tiny, version, original=original)
         with pytest.raises(ConfigError, match=r"take optimizer out of checkpoint.load_contents"):
-            manager_of(trained).load_checkpoint(str(folder))
+            trained.manager().load_checkpoint(str(folder))
     folder = step_folder(jobs / "original-2", STEP) / "actor"
     with pytest.raises(CommitError, match=r"optim_world.*state\..* leave this component out"):
-        manager_of(Trained(tiny, 2)).load_checkpoint(str(folder))
+        Trained(tiny, 2).manager().load_checkpoint(str(folder))
     folder = step_folder(jobs / "fsdp2-2", STEP) / "actor"
     with pytest.raises(ConfigError, match=r"take optimizer out of checkpoint.load_contents"):
-        manager_of(Trained(tiny, 1, original=True)).load_checkpoint(str(folder))
+        Trained(tiny, 1, original=True).manager().load_checkpoint(str(folder))
 
 
 def test_a_list_of_an_optimizer_is_put_together_like_its_other_tensors(
     one_rank: None, tmp_path: Path
 ) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     whole, meshes = torch.arange(6.0).reshape(2, 3), [make_mesh("cpu", n, 2) for n in range(2)]
     for rank, mesh in enumerate(meshes):
         shard = make_dtensor(whole[rank : rank + 1].clone(), mesh, whole.shape)

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.integration.fsdp.merged import merged
+from tests.integration.fsdp.commits import coordinator_of
+from tests.integration.fsdp.merged import merged, merged_by_verl
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import copied, differences
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.manifest import is_committed
 
 STEP = 3
 EXPORTED_STEP = STEP + 1
@@ -53,30 +57,13 @@ def saved(fsdp: int, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Sa
 
 def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
     """Save at a step and train on until it is committed; returns the optimizer steps meanwhile."""
-    import torch.distributed as dist
-    from verl.trainer.config import CheckpointConfig
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, Settings
-    from trinity_sync.integrations.verl import FSDPCheckpointManager
-    from trinity_sync.storage.manifest import is_committed
-
     # some hundred kilobytes then take a second, in which training goes on
     os.environ["TRINITY_SYNC_STACK__IO__MAX_MB_PER_S"] = "2"
     trained = Trained(tiny, version)
     for _ in range(STEP):
         trained.step()
-    coordinator = CheckpointCoordinator.of_process_group(
-        root, settings=Settings(spool=scratch / "spool"), trigger=CommitsHere()
-    )
-    manager = FSDPCheckpointManager(
-        trained.model,
-        trained.optimizer,
-        trained.schedule,
-        trained.tokenizer,
-        CheckpointConfig(),
-        coordinator=coordinator,
-    )
+    coordinator = coordinator_of(root)
+    manager = trained.manager(coordinator)
     torch.save(trained.state(), scratch / f"rank{dist.get_rank()}.pt")
     manager.save_checkpoint(str(step_folder(root, STEP) / "actor"), STEP)
     waiting = torch.ones(1)
@@ -95,16 +82,9 @@ def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
 
 def _load_with_verl(version: int, tiny: Path, folder: Path, expected: list[Any]) -> list[str]:
     """Load into differently initialised ranks; returns what is not as it was."""
-    import torch.distributed as dist
-    from verl.trainer.config import CheckpointConfig
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-
     trained = Trained(tiny, version, seed=1000)
     trained.step()
-    theirs = FSDPCheckpointManager(
-        trained.model, trained.optimizer, trained.schedule, None, CheckpointConfig()
-    )
-    theirs.load_checkpoint(str(folder))
+    trained.verls_manager().load_checkpoint(str(folder))
     return differences(expected[dist.get_rank()], trained.state())
 
 
@@ -130,32 +110,20 @@ def test_verls_loader_restores_model_optimizer_and_extra_state_bit_for_bit(
 
 
 def test_verls_merger_restores_the_model_bit_for_bit(saved: Saved, tmp_path: Path) -> None:
-    from verl.model_merger.base_model_merger import ModelMergerConfig
-    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+    theirs = merged_by_verl(saved.role_folder, tmp_path)
 
-    FSDPModelMerger(
-        ModelMergerConfig(
-            operation="merge",
-            backend="fsdp",
-            local_dir=str(saved.role_folder),
-            hf_model_config_path=str(saved.role_folder / "huggingface"),
-            target_dir=str(tmp_path),
-        )
-    ).merge_and_save()
-
-    merged_by_verl = load_file(tmp_path / "model.safetensors")
     ours = merged(saved.role_folder)
-    assert merged_by_verl.keys() == ours.keys()
+    assert theirs.keys() == ours.keys()
     for name, tensor in ours.items():
         shards = [expected["model"][name] for expected in saved.expected]
         assert torch.equal(tensor, torch.cat(shards))
         # the merger casts to bfloat16, whatever was trained
-        assert torch.equal(merged_by_verl[name], tensor.bfloat16())
+        assert torch.equal(theirs[name], tensor.bfloat16())
 
     export_step(saved.role_folder.parents[1], STEP, to=tmp_path / "ours", dtype="bf16")
     exported = load_file(tmp_path / "ours/model.safetensors")
-    assert exported.keys() == merged_by_verl.keys()
-    assert all(torch.equal(exported[name], merged_by_verl[name]) for name in exported)
+    assert exported.keys() == theirs.keys()
+    assert all(torch.equal(exported[name], theirs[name]) for name in exported)
     assert {path.name for path in (tmp_path / "ours").glob("*.json")} >= {
         path.name for path in tmp_path.glob("*.json") if path.name != "generation_config.json"
     }
@@ -171,8 +139,6 @@ def test_a_model_that_was_saved_as_hf_is_the_model_of_its_step(saved: Saved) -> 
 
 
 def test_an_exported_model_and_its_tokenizer_load_from_the_folder(saved: Saved) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     logging.getLogger("transformers").setLevel(logging.ERROR)
     loaded = AutoModelForCausalLM.from_pretrained(saved.exported, dtype=torch.float32)
     trained = merged(saved.exported.parent)

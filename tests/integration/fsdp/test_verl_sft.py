@@ -18,6 +18,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.integration.fsdp.models import manager_of
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
 from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
 from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
@@ -51,22 +52,12 @@ def end() -> None:
     """What follows the end of all saves."""
 
 
-@pytest.fixture(scope="module")
-def policy(one_rank: None, tiny: Path) -> Policy:
-    return Policy(tiny)
-
-
 @pytest.fixture(autouse=True)
 def switched_on(spool_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ours = wrap_find_latest_ckpt_path(verl_manager.find_latest_ckpt_path)
     monkeypatch.setattr(verl_manager, "find_latest_ckpt_path", ours)
     with environment({"TRINITY_SYNC_SPOOL": str(spool_folder)}):
         yield
-
-
-def manager(kind: type, engine: Any, **more: Any) -> Any:
-    parts = (engine.module, engine.optimizer, engine.lr_scheduler)
-    return kind(*parts, engine.model_config.get_processor(), engine.checkpoint_config, **more)
 
 
 Start = Callable[..., Any]
@@ -79,7 +70,7 @@ def start(policy: Policy, root: Path) -> Iterator[Start]:
     @contextmanager
     def running(kind: type = Handler, trigger: CommitsHere | None = None) -> Iterator[Any]:
         with closing(CheckpointCoordinator(root, trigger=trigger or CommitsHere())) as saves:
-            policy.engine.checkpoint_manager = manager(
+            policy.engine.checkpoint_manager = manager_of(
                 TrainerCheckpointManager, policy.engine, coordinator=saves
             )
             loader = StatefulDataLoader(list(range(100)), batch_size=1)
@@ -144,7 +135,7 @@ def test_a_training_that_verl_began_alone_goes_on_with_us(
     start: Start, root: Path, policy: Policy
 ) -> None:
     with start(CheckpointHandler) as handler:
-        policy.engine.checkpoint_manager = manager(VerlManager, policy.engine)
+        policy.engine.checkpoint_manager = manager_of(VerlManager, policy.engine)
         train_to(handler, 2)
     with start() as handler:
         assert handler.load_checkpoint() == 2
@@ -164,7 +155,7 @@ def test_verl_alone_goes_on_once_the_files_are_where_it_looks(
     before, folder = policy.fingerprint(), step_folder(root, 3)
     shutil.copytree(folder / "actor", folder, dirs_exist_ok=True)
     with start(CheckpointHandler) as handler:
-        policy.engine.checkpoint_manager = manager(VerlManager, policy.engine)
+        policy.engine.checkpoint_manager = manager_of(VerlManager, policy.engine)
         assert handler.load_checkpoint() == 3
         assert policy.fingerprint() == before
         assert next(iter(handler.train_dataloader)).item() == 3

@@ -29,6 +29,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.integration.fsdp.models import manager_of
 from tests.support.waiting import until
 from trinity_sync import (
     CheckpointCoordinator,
@@ -99,11 +100,6 @@ class Seen(CheckpointCallback):
         self.seen.append((global_step, checkpoint_dir, async_save, handed_over))
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
-
-
 @pytest.fixture(scope="module")
 def defaults() -> DictConfig:
     """What veRL is configured with unless told otherwise."""
@@ -135,11 +131,6 @@ def queue() -> Iterator[Any]:
         ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def policy(one_rank: None, tiny: Path) -> Policy:
-    return Policy(tiny)
-
-
 Start = Callable[..., Any]
 
 
@@ -152,13 +143,8 @@ def start(policy: Policy, config: DictConfig, root: Path, spool_folder: Path) ->
         coordinator = CheckpointCoordinator(root, trigger=trigger or CommitsHere())
         coordinators.append(coordinator)
         engine = policy.engine
-        engine.checkpoint_manager = TrainerCheckpointManager(
-            engine.module,
-            engine.optimizer,
-            engine.lr_scheduler,
-            engine.model_config.get_processor(),
-            engine.checkpoint_config,
-            coordinator=coordinator,
+        engine.checkpoint_manager = manager_of(
+            TrainerCheckpointManager, engine, coordinator=coordinator
         )
 
         class Trainer(kind):  # type: ignore[misc]
@@ -203,6 +189,12 @@ def wait(trainer: Any) -> None:
     trainer.actor_rollout_wg.async_calls_finalize_fn_exec(blocking=True)
 
 
+def commit_steps(trainer: Any, *steps: int) -> None:
+    for step in steps:
+        train_to(trainer, step)
+        wait(trainer)
+
+
 def test_the_first_save_says_once_that_the_switch_is_on(
     start: Start, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,9 +227,7 @@ def test_the_iteration_file_is_left_to_the_commit(
 def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
     start: Start, resuming: None, root: Path, policy: Policy
 ) -> None:
-    trainer = start()
-    train_to(trainer, 3)
-    wait(trainer)
+    commit_steps(start(), 3)
     before = policy.fingerprint()
     resumed = start()
     resumed._load_checkpoint()
@@ -341,8 +331,7 @@ def test_what_a_critic_saves_that_is_not_ours_is_part_of_the_commit(
     config.critic.strategy = "torchtitan"
     trainer = start(RayPPOTrainer)
     trainer.use_critic, trainer.critic_wg = True, SavesItself()
-    train_to(trainer, 1)
-    wait(trainer)
+    commit_steps(trainer, 1)
     assert require_committed(root, 1).find_file("critic/weights.pt")
     assert (step_folder(root, 1) / "critic/weights.pt").read_bytes() == b"of the critic"
 
@@ -354,9 +343,7 @@ def prompts_in(queue: Any) -> set[str]:
 def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
     start: Start, root: Path, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = start()
-    train_to(first, 3)
-    wait(first)
+    commit_steps(start(), 3)
     before, own = policy.fingerprint(), tmp_path / "own"
     monkeypatch.setenv("TRINITY_SYNC_ROOT", str(own))
     second = start()
@@ -384,9 +371,7 @@ def test_a_resume_waits_for_what_the_run_before_submitted(
 
 def save_with_verl(policy: Policy, root: Path, step: int) -> None:
     """Save as veRL does without us."""
-    engine = policy.engine
-    processor = engine.model_config.get_processor()
-    manager = VerlManager(engine.module, engine.optimizer, engine.lr_scheduler, processor)
+    manager = manager_of(VerlManager, policy.engine)
     manager.save_checkpoint(str(step_folder(root, step) / "actor"), global_step=step)
     (root / "latest_checkpointed_iteration.txt").write_text(str(step))
 
@@ -399,17 +384,14 @@ def test_a_job_that_verl_began_goes_on_with_us_also_if_its_first_run_commits_not
         resumed = start()
         resumed._load_checkpoint()
         assert resumed.global_steps == 2
-    train_to(resumed, 3)
-    wait(resumed)
+    commit_steps(resumed, 3)
     assert read_latest_pointer(root, "checkpoint") == 3
 
 
 def test_a_checkpoint_that_verl_saved_after_ours_is_resumed_from(
     start: Start, resuming: None, root: Path, policy: Policy
 ) -> None:
-    trainer = start()
-    train_to(trainer, 1)
-    wait(trainer)
+    commit_steps(start(), 1)
     save_with_verl(policy, root, 2)
     resumed = start()
     resumed._load_checkpoint()
@@ -419,9 +401,7 @@ def test_a_checkpoint_that_verl_saved_after_ours_is_resumed_from(
 def test_a_folder_with_a_dataloaders_position_alone_is_no_checkpoint_of_verl(
     start: Start, resuming: None, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = start()
-    train_to(trainer, 1)
-    wait(trainer)
+    commit_steps(start(), 1)
     step_folder(root, 2).mkdir()
     (step_folder(root, 2) / "data.pt").write_bytes(b"of a save that was lost")
     (root / "latest_checkpointed_iteration.txt").write_text("2")
@@ -429,18 +409,14 @@ def test_a_folder_with_a_dataloaders_position_alone_is_no_checkpoint_of_verl(
     resumed._load_checkpoint()
     assert resumed.global_steps == 1
     assert "names step 2, and the newest commit is step 1" in caplog.text
-    train_to(resumed, 2)
-    wait(resumed)
+    commit_steps(resumed, 2)
     assert find_latest_ckpt_path(str(root)) == str(step_folder(root, 2))
 
 
 def test_an_iteration_file_that_was_set_back_is_said_to_have_no_effect(
     start: Start, resuming: None, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = start()
-    for step in (1, 2):
-        train_to(trainer, step)
-        wait(trainer)
+    commit_steps(start(), 1, 2)
     start()._load_checkpoint()
     assert "and the newest commit is" not in caplog.text
     (root / "latest_checkpointed_iteration.txt").write_text("1\n")
@@ -454,9 +430,7 @@ def test_an_iteration_file_that_was_set_back_is_said_to_have_no_effect(
 def test_an_emptied_iteration_file_stops_no_resume(
     start: Start, resuming: None, root: Path
 ) -> None:
-    trainer = start()
-    train_to(trainer, 1)
-    wait(trainer)
+    commit_steps(start(), 1)
     (root / "latest_checkpointed_iteration.txt").write_text("")
     resumed = start()
     resumed._load_checkpoint()
@@ -467,14 +441,8 @@ def test_max_ckpt_to_keep_keeps_or_removes_a_step_as_a_whole(
     start: Start, config: DictConfig, root: Path
 ) -> None:
     config.trainer.max_actor_ckpt_to_keep = 2
-    trainer = start()
-    for step in (1, 2, 3):
-        train_to(trainer, step)
-        wait(trainer)
-    deadline = time.monotonic() + 30
-    while steps_on_disk(root) != [2, 3]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    commit_steps(start(), 1, 2, 3)
+    until(lambda: steps_on_disk(root) == [2, 3], "the removal of step 1")
     assert (step_folder(root, 2) / "data.pt").exists()
 
 

@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.weights import VersionFile, digest, version_in
 from tests.support.without_ray import follower
-from trinity_sync import WeightReader, WeightSyncError
+from trinity_sync import CheckpointCoordinator, Settings, WeightReader, WeightSyncError
+from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state
 from trinity_sync.snapshot.spool import open_job_spool
 
 CASES: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {
@@ -44,11 +51,6 @@ class Odd(torch.nn.Module):
 
 
 def _wrapped(version: int, mesh: tuple[int, ...], dtype: torch.dtype) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import ShardingStrategy, fully_shard
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
     names = ("fsdp",) if len(mesh) == 1 else ("ddp", "fsdp")
     devices = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     module = _built(dtype)
@@ -72,12 +74,6 @@ def _built(dtype: torch.dtype) -> Odd:
 
 def _upload_all(root: Path, spool: Path) -> list[str]:
     """Upload a model of each case, and die without closing anything."""
-    import torch.distributed as dist
-
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, Settings
-    from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state
-
     coordinator = CheckpointCoordinator.of_process_group(
         root, settings=Settings(spool=spool, slots=4), trigger=CommitsHere()
     )
