@@ -91,7 +91,7 @@ def _are_equal(one: tuple[Path, VersionTag], other: tuple[Path, VersionTag]) -> 
         return False
     for at in range(0, size, _PIECE):
         count = min(_PIECE, size - at)
-        pieces = [np.fromfile(slot, np.uint8, count, offset=at) for slot, _ in (one, other)]
-        if not np.array_equal(*pieces):
+        here, there = (np.fromfile(slot, np.uint8, count, offset=at) for slot, _ in (one, other))
+        if not np.array_equal(here, there):
             return False
     return all(read_version_tag(slot) == tag for slot, tag in (one, other))
