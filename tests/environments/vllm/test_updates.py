@@ -186,18 +186,3 @@ def test_a_later_run_replaces_a_higher_step(llm: Any, root: Path) -> None:
         publish(saves, 3, randomize(model, 3).state_dict())
         assert updater.update() == 3
         assert generate(llm) == expect(model)
-
-
-def test_a_worker_extension_loads_versions(root: Path, tmp_path: Path) -> None:
-    extension = "trinity_sync.integrations.vllm.extension.LoadVersion"
-    make_model(1000).save_pretrained(tmp_path / "model")
-    with (
-        running_engine(tmp_path / "model", worker_extension_cls=extension) as llm,
-        CheckpointCoordinator(root) as saves,
-    ):
-        for step in range(1, 4):
-            publish(saves, step, make_model(step).state_dict())
-            newer = {"root": str(root), "min_step": step}
-            assert llm.collective_rpc("load_version", kwargs=newer) == [step]
-            llm.reset_prefix_cache()
-            assert generate(llm) == expect(make_model(step))

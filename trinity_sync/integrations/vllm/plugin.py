@@ -21,7 +21,7 @@ def register() -> None:
                 BACKEND, "trinity_sync.integrations.vllm.engine", "TrinitySyncEngine"
             )
     except ModuleNotFoundError:
-        logger.debug("this vLLM has no weight transfer; see the worker extension")
+        logger.debug("this vLLM has no weight transfer; publish folders for it")
     except Exception as error:
         logger.warning(
             "the back end %s is not available, this vLLM is not supported: %r", BACKEND, error
