@@ -283,10 +283,7 @@ class RunContext:
     def _join(self, step: int, resumed_run: int = 0) -> tuple[Run, bool]:
         """Join the run or begin it at a step, and show that it lives, from before it begins on.
 
-        Return also whether this call has begun it.
-
-        Raises:
-            RootAwayError: the job is not at its root, where nothing is created.
+        Return also whether this call has begun it; nothing is created where the job is not.
         """
 
         def hold(number: int) -> None:

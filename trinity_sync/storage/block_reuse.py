@@ -17,14 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.fs.atomic import (
-    list_paths,
-    make_folder,
-    move,
-    pin_folder,
-    remove_tree,
-    sync_folder,
-)
+from trinity_sync.fs.atomic import make_folder, move, pin_folder, remove_tree, sync_folder
 from trinity_sync.fs.locks import has_no_other_users
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import PRIVATE_FOLDER
@@ -102,11 +95,12 @@ def remove_spares(root: str | Path) -> None:
 def list_spares(root: str | Path) -> dict[Path, int]:
     """Return the spare files with their sizes in bytes."""
     sizes = {}
-    for path in list_paths(_folder(root), "*"):
-        with suppress(FileNotFoundError):  # acquired meanwhile
-            found = path.lstat()
-            if stat.S_ISREG(found.st_mode):
-                sizes[path] = found.st_size
+    with suppress(FileNotFoundError):  # there is no folder
+        for path in _folder(root).iterdir():
+            with suppress(FileNotFoundError):  # acquired meanwhile
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode):
+                    sizes[path] = found.st_size
     return sizes
 
 
