@@ -13,6 +13,7 @@ in which Lightning's weight averaging replaces the weights.
 import io
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         load = self._wrap_load(strategy.load_checkpoint, trainer)
         strategy.save_checkpoint = _Replacement(strategy, "save_checkpoint", save)
         strategy.load_checkpoint = _Replacement(strategy, "load_checkpoint", load)
-        fill = self._wrap_fill(strategy.load_model_state_dict, strategy)
+        fill = partial(self._fill, strategy.load_model_state_dict, strategy)
         strategy.load_model_state_dict = _Replacement(strategy, "load_model_state_dict", fill)
         self._strategy = strategy
         trainer.callbacks.insert(0, _SaveLastStep(self))
@@ -290,14 +291,11 @@ class TrinitySyncCallback(ModelCheckpoint):
 
         return load_checkpoint
 
-    def _wrap_fill(self, original: Callable[..., None], strategy: Any) -> Callable[..., None]:
-        def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-            folder, self._loaded = self._loaded, None
-            if folder:
-                _require_fit(folder, strategy.lightning_module, checkpoint[_WEIGHTS], strict)
-            original(checkpoint, strict=strict)
-
-        return load_model_state_dict
+    def _fill(self, original: Any, strategy: Any, checkpoint: Any, strict: bool = True) -> None:
+        folder, self._loaded = self._loaded, None
+        if folder:
+            _require_fit(folder, strategy.lightning_module, checkpoint[_WEIGHTS], strict)
+        original(checkpoint, strict=strict)
 
     def _load_from_root(
         self, root: Path, step: int | None, trainer: Any, read: Callable[[Any], Any]
@@ -380,19 +378,13 @@ class _Replacement:
 
 
 def _require_fit(folder: Path, module: Any, saved: Mapping[str, Any], strict: bool) -> None:
-    """Require that a module can be filled from a step, but for modules that load in their own way.
-
-    Raises:
-        ConfigError: names or shapes differ.
-    """
-    plain, of_torch = set(), torch.nn.Module._load_from_state_dict
+    """Require that a step fills a module; what loads in its own way is not compared."""
+    live, load = module.state_dict(), torch.nn.Module._load_from_state_dict
+    wanted = saved.keys() | live.keys() if strict else saved.keys() & live.keys()
     for prefix, each in module.named_modules():
-        if type(each)._load_from_state_dict is of_torch and not each._load_state_dict_pre_hooks:
-            plain.add(prefix)
-    states = saved, module.state_dict()
-    both = saved.keys() & states[1].keys()
-    own = ({n: t for n, t in s.items() if n.rpartition(".")[0] in plain} for s in states)
-    require_same_model(folder, *({n: s[n] for n in s if strict or n in both} for s in own))
+        if type(each)._load_from_state_dict is not load or each._load_state_dict_pre_hooks:
+            wanted -= {name for name in wanted if name.rpartition(".")[0] == prefix}
+    require_same_model(folder, *({n: s[n] for n in s if n in wanted} for s in (saved, live)))
 
 
 def _ends_within_epoch(trainer: Any) -> bool:
