@@ -28,6 +28,9 @@ from trinity_sync.storage.runs import find_newest_run
 TRUSTS_NONE = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For plain HTTP; one of the system's authorities takes 40 ms of a core, at each look."""
 
+PAUSE_S = 0.3
+"""Between two looks at what stays: each takes server and test 20 ms of a core."""
+
 
 def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
     """By which Prefect knows the flow run of a save of the newest run."""
@@ -78,7 +81,8 @@ class Api:
             complete = Counter(map(kind_of, ended)) >= Counter(kinds)
             return ended if complete and len(ended) == len(tasks) else []
 
-        return until(find, f"the end of the tasks {', '.join(kinds)} of {run.name}")
+        what = f"the end of the tasks {', '.join(kinds)} of {run.name}"
+        return until(find, what, pause=PAUSE_S)
 
     def artifacts_of(self, run: FlowRun) -> list[Any]:
         with self.client as client:
@@ -107,7 +111,8 @@ class Api:
 
     def ended(self, run_id: UUID, timeout: float = 90) -> FlowRun:
         """The run once it has ended."""
-        return until(lambda: self.final(run_id), f"the end of run {run_id}", timeout)
+        what = f"the end of run {run_id}"
+        return until(lambda: self.final(run_id), what, timeout, pause=PAUSE_S)
 
     def final(self, run_id: UUID) -> FlowRun | None:
         """The run if it has ended."""

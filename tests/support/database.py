@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.settings import Settings
@@ -15,16 +16,18 @@ MAKE = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes
 
 
 def lay_tables(settings: Settings) -> None:
-    """Give the server of a stack that has not started yet its tables."""
+    """Give the server of a stack its tables, unless it has a database."""
+    if (folder := settings.home / "prefect").exists():
+        return
     BUILD.mkdir(exist_ok=True)
     made = BUILD / f"prefect-{version('prefect')}.db"
     with acquire_file_lock(made.with_suffix(".lock")):
         if not made.exists():
-            new = made.with_suffix(".new")
-            new.unlink(missing_ok=True)
-            url = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{new}"}
-            subprocess.run(MAKE, env=os.environ | url, check=True, stdout=subprocess.DEVNULL)
-            new.rename(made)
+            with TemporaryDirectory(dir=BUILD) as beside:
+                env = {name: of for name, of in os.environ.items() if "PREFECT_" not in name}
+                env["PREFECT_HOME"] = beside
+                subprocess.run(MAKE, env=env, check=True, stdout=subprocess.DEVNULL)
+                Path(beside, "prefect.db").rename(made)
     settings.home.mkdir(0o700, exist_ok=True)
-    (folder := settings.home / "prefect").mkdir(0o700)
+    folder.mkdir(0o700)
     shutil.copy(made, folder / "prefect.db")
