@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.states import differences
-from tests.trainers.lightning_training import Pickled, Small, state_of
-from tests.trainers.local_saves import TOKENS, Taken, commit_here, commit_taken
+from tests.trainers.lightning_training import Pickled, Small, make_trainer, saving, state_of
+from tests.trainers.local_saves import TOKENS, Taken, commit_taken
 from trinity_sync.integrations.lightning import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.manifest import read_manifest
@@ -71,15 +71,7 @@ def stop(trainer: Any) -> None:
 def fit(
     callbacks: list[Callback], *, normalizes: bool = False, path: str | None = None, **given: Any
 ) -> tuple[Plain, LightningTrainer]:
-    trainer = LightningTrainer(
-        callbacks=callbacks,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **given,
-    )
+    trainer = make_trainer(callbacks, devices=1, **given)
     module = Plain(normalizes=normalizes)
     trainer.fit(module, StatefulDataLoader(TOKENS, batch_size=4), ckpt_path=path)
     return module, trainer
@@ -91,9 +83,7 @@ def resume_what_has_ended(tmp_path: Path, spool: Path, averaging: str, ends: str
     first = {**until, **({"max_steps": stopped} if ends == "max_steps" else {})}
 
     def train(root: str, *others: Callback, **given: Any) -> Plain:
-        saves = TrinitySyncCallback(
-            tmp_path / root, every_n_steps=5, **commit_here(tmp_path, spool)
-        )
+        saves = saving(tmp_path, spool, 5, root=root)
         averages = [make() for make in AVERAGING[averaging]]
         return fit([*averages, *others, saves], normalizes="norm" in averaging, **given)[0]
 
@@ -131,9 +121,7 @@ def resume_averaged_weights_after_a_kill(tmp_path: Path, spool: Path) -> None:
     averaging = {"ema": ema, "swa": swa}
 
     def save(name: str, trigger: Taken | None = None) -> TrinitySyncCallback:
-        return TrinitySyncCallback(
-            tmp_path / name, every_n_steps=3, **commit_here(tmp_path, spool, trigger)
-        )
+        return saving(tmp_path, spool, 3, root=name, trigger=trigger)
 
     def host(name: str) -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / f"{name}-host", every_n_train_steps=3)
@@ -157,26 +145,20 @@ def resume_averaged_weights_after_a_kill(tmp_path: Path, spool: Path) -> None:
 
 
 def load_by_a_path_and_without_one(tmp_path: Path, spool: Path) -> None:
-    arguments = commit_here(tmp_path, spool)
-    first = TrinitySyncCallback(tmp_path / "first", every_n_steps=4, **arguments)
-    whole, trainer = fit([first], max_steps=6)
+    whole, trainer = fit([saving(tmp_path, spool, 4, root="first")], max_steps=6)
     trained = copy.deepcopy(dict(whole.state_dict()))
     with torch.no_grad():
         whole.layers[0].weight.zero_()
     trainer.validate(dataloaders=TOKENS, verbose=False)
     assert differences(trained, dict(whole.state_dict())) == []
 
-    other = TrinitySyncCallback(
-        tmp_path / "other", every_n_steps=4, job={"keep": "last=1"}, **arguments
-    )
+    other = saving(tmp_path, spool, 4, root="other", job={"keep": "last=1"})
     path = str(tmp_path / "first/global_step_4")
     resumed, _ = fit([other], path=path, max_steps=6)
     assert resumed.seen == whole.seen[4:]
     assert differences(trained, dict(resumed.state_dict())) == []
     assert steps_on_disk(tmp_path / "first") == [4, 6]
-    manifest = read_manifest(tmp_path / "other", 6)
-    assert manifest is not None
-    assert manifest.run == 1
+    assert read_manifest(tmp_path / "other", 6).run == 1
 
 
 class Data(LightningDataModule):
@@ -202,15 +184,7 @@ class Data(LightningDataModule):
 
 def train_with_spawned_workers(tmp_path: Path, spool: Path) -> None:
     root = tmp_path / "ckpts"
-    saves = TrinitySyncCallback(root, every_n_steps=4, **commit_here(tmp_path, spool, Pickled()))
-    trainer = LightningTrainer(
-        callbacks=[saves],
-        accelerator="cpu",
-        max_steps=4,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer([saving(tmp_path, spool, 4, trigger=Pickled())], max_steps=4)
     trainer.fit(Plain(), datamodule=Data())
     assert steps_on_disk(root) == [4]
 

@@ -47,6 +47,18 @@ from trinity_sync.storage.runs import list_runs
 STEPS, KILLED_AT = 8, 6
 
 
+def saving(
+    folder: Path, spool: Path, every: int = 1, root: str = "ckpts", trigger: Any = None, **more: Any
+) -> TrinitySyncCallback:
+    arguments = commit_here(folder, spool, trigger)
+    return TrinitySyncCallback(folder / root, every_n_steps=every, **arguments, **more)
+
+
+def make_trainer(callbacks: list[Callback], **arguments: Any) -> LightningTrainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return LightningTrainer(callbacks=callbacks, accelerator="cpu", **quiet, **arguments)
+
+
 class Small(LightningModule):
     """A model whose training draws random numbers."""
 
@@ -88,15 +100,7 @@ def fit(
     resume: bool | Path = False,
     **arguments: Any,
 ) -> LightningTrainer:
-    trainer = LightningTrainer(
-        callbacks=callbacks,
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"devices": 1, **arguments},
-    )
+    trainer = make_trainer(callbacks, max_steps=steps, **{"devices": 1, **arguments})
     torch.manual_seed(7)
     # Lightning would wrap the sampler of shuffle=True for ranks, and its order would not be resumed
     order = DistributedSampler(TOKENS) if dist.is_initialized() else None
@@ -130,16 +134,14 @@ def read_by_lightning(
 
 def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
     whole = Small()
-    saves = TrinitySyncCallback(tmp_path / "whole", every_n_steps=2, **commit_here(tmp_path, spool))
-    fit(whole, [saves], steps=6)
+    fit(whole, [saving(tmp_path, spool, 2, root="whole")], steps=6)
     root = tmp_path / "ckpts"
-    first = TrinitySyncCallback(root, every_n_steps=2, **commit_here(tmp_path, spool))
-    fit(Small(), [first], steps=3, resume=True)  # there is nothing to resume
+    fit(Small(), [saving(tmp_path, spool, 2)], steps=3, resume=True)  # there is nothing to resume
     assert steps_on_disk(root) == [2, 3]
     assert read_manifest(root, 3) is not None
 
     torch.manual_seed(99)
-    again = TrinitySyncCallback(root, every_n_steps=2, keep=2, **commit_here(tmp_path, spool))
+    again = saving(tmp_path, spool, 2, keep=2)
     resumed = Small()
     trainer = fit(resumed, [again], steps=6, resume=True)
     assert resumed.seen == whole.seen[3:]
@@ -153,44 +155,39 @@ def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
 
 def train_two_steps(tmp_path: Path, spool: Path) -> list[float]:
     module = Small()
-    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool))
-    fit(module, [saves], steps=2)
+    fit(module, [saving(tmp_path, spool, 2)], steps=2)
     return module.layers[2].weight.flatten().tolist()  # type: ignore[union-attr,no-any-return]
 
 
 def validate_the_newest_step(tmp_path: Path, spool: Path) -> list[float]:
     module = Small()
-    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool))
-    trainer = LightningTrainer(callbacks=[saves], accelerator="cpu", devices=1, logger=False)
+    trainer = make_trainer([saving(tmp_path, spool, 2)], devices=1)
     trainer.validate(module, TOKENS, ckpt_path=str(tmp_path / "ckpts/global_step_2"), verbose=False)
     return module.layers[2].weight.flatten().tolist()  # type: ignore[union-attr,no-any-return]
 
 
 def save_nothing_with_fast_dev_run(tmp_path: Path, spool: Path) -> None:
     root = tmp_path / "ckpts"
-    arguments = commit_here(tmp_path, spool)
-    fit(Small(), [TrinitySyncCallback(root, every_n_steps=1, **arguments)], steps=2)
+    fit(Small(), [saving(tmp_path, spool)], steps=2)
     runs = list_runs(root)
     for resume in (False, True):
-        saves = TrinitySyncCallback(root, every_n_steps=1, **arguments)
+        saves = saving(tmp_path, spool)
         fit(Small(), [saves], steps=2, resume=resume, fast_dev_run=True)
         assert steps_on_disk(root) == [1, 2]
         assert list_runs(root) == runs
 
     resumed = Small()
-    saves = TrinitySyncCallback(root, every_n_steps=1, **arguments)
+    saves = saving(tmp_path, spool)
     fit(resumed, [saves], steps=3, resume=True)
     assert len(resumed.seen) == 1
 
 
 def save_all_steps_of_a_second_fit(tmp_path: Path, spool: Path) -> None:
     root = tmp_path / "ckpts"
-    saves = TrinitySyncCallback(root, every_n_steps=2, **commit_here(tmp_path, spool))
+    saves = saving(tmp_path, spool, 2)
     for run in (1, 2):
         fit(Small(), [saves], steps=2)
-        manifest = read_manifest(root, 2)
-        assert manifest is not None
-        assert manifest.run == run
+        assert read_manifest(root, 2).run == run
 
 
 class StopAfter(Callback):
@@ -206,9 +203,7 @@ class StopAfter(Callback):
 
 def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
     def train(root: str, steps: int, *callbacks: Callback) -> Small:
-        saves = TrinitySyncCallback(
-            tmp_path / root, every_n_steps=1, **commit_here(tmp_path, spool)
-        )
+        saves = saving(tmp_path, spool, root=root)
         module = Small()
         arguments = {"resume": True, "accumulate_grad_batches": 2}
         fit(module, [*callbacks, saves], steps=steps, **arguments)
@@ -228,7 +223,7 @@ def go_on_from_checkpoints_of_lightning(tmp_path: Path, spool: Path) -> None:
     old = fit(Small(), [ModelCheckpoint(save_last=True)], steps=2, default_root_dir=tmp_path)
     found = tmp_path / "checkpoints/last.ckpt"
     assert old.checkpoint_callback.last_model_path == str(found)
-    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool))
+    saves = saving(tmp_path, spool, 2)
     with pytest.warns(UserWarning, match=f'start once with ckpt_path="{tmp_path}/checkpoints/'):
         fit(Small(), [saves], steps=0, resume=True, default_root_dir=tmp_path)
     trainer = fit(Small(), [saves], steps=4, resume=found, default_root_dir=tmp_path)
@@ -241,12 +236,12 @@ def go_on_from_checkpoints_of_lightning(tmp_path: Path, spool: Path) -> None:
 
 
 def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:
-    root, arguments = tmp_path / "ckpts", commit_here(tmp_path, spool)
+    root = tmp_path / "ckpts"
 
     def train(steps: int, *, trinity: bool = True, **named: Any) -> int:
         """Return how many batches were trained on."""
         other = ModelCheckpoint(tmp_path / "other", save_last=True, every_n_train_steps=1)
-        mine = [TrinitySyncCallback(root, every_n_steps=1, **arguments)] if trinity else []
+        mine = [saving(tmp_path, spool)] if trinity else []
         module = Small()
         fit(module, [other, *mine], steps=steps, resume=True, **named)
         return len(module.seen)
@@ -271,7 +266,7 @@ class Interrupt(Callback):
 def resume_with_the_callback_of_an_exception(tmp_path: Path, spool: Path) -> None:
     root = tmp_path / "ckpts"
     trigger = CommitsHere()
-    saves = TrinitySyncCallback(root, every_n_steps=1, **commit_here(tmp_path, spool, trigger))
+    saves = saving(tmp_path, spool, trigger=trigger)
     with pytest.raises(RuntimeError, match="interrupted"):
         fit(Small(), [Interrupt(), saves], steps=4)
     trigger.finish()
@@ -287,8 +282,7 @@ def fit_after_a_resume_that_trains_nothing(tmp_path: Path, spool: Path) -> None:
         fit(module, [saves], steps=2, resume=resume)
         return module
 
-    arguments = commit_here(tmp_path, spool)
-    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=1, **arguments)
+    saves = saving(tmp_path, spool)
     whole = train(saves)
     assert train(saves, resume=True).seen == []
     again = train(saves)
@@ -302,7 +296,7 @@ class Pickled(CommitsHere):
 
 def resume_with_a_pickled_callback(tmp_path: Path, spool: Path) -> None:
     root = tmp_path / "ckpts"
-    saves = TrinitySyncCallback(root, every_n_steps=1, **commit_here(tmp_path, spool, Pickled()))
+    saves = saving(tmp_path, spool, trigger=Pickled())
     fit(Small(), [saves], steps=2)
     resumed = Small()
     fit(resumed, [pickle.loads(pickle.dumps(saves))], steps=3, resume=True)
@@ -311,25 +305,13 @@ def resume_with_a_pickled_callback(tmp_path: Path, spool: Path) -> None:
 
 
 def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:
-    saves = TrinitySyncCallback(
-        tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool, Fails())
-    )
     with pytest.raises(SaveFailedError, match="the disk is full"):
-        fit(Small(), [saves], steps=1)
+        fit(Small(), [saving(tmp_path, spool, trigger=Fails())], steps=1)
 
 
 def record_what_a_validation_logs(tmp_path: Path, spool: Path) -> None:
     root = tmp_path / "ckpts"
-    saves = TrinitySyncCallback(root, every_n_steps=4, **commit_here(tmp_path, spool))
-    trainer = LightningTrainer(
-        callbacks=[saves],
-        max_steps=8,
-        val_check_interval=4,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer([saving(tmp_path, spool, 4)], max_steps=8, val_check_interval=4)
     measured = []
 
     class Measure(Callback):
@@ -370,9 +352,7 @@ class Replaced(ModelParallelStrategy):
 def train(folder: Path, spool: Path, kind: str, root: str, fate: str) -> dict[str, Any]:
     """Train from the newest step, if there is one; killed, or to the end."""
     trigger = Taken(KILLED_AT, folder) if fate == "killed" else None
-    saves = TrinitySyncCallback(
-        folder / root, every_n_steps=2, **commit_here(folder, spool, trigger)
-    )
+    saves = saving(folder, spool, 2, root=root, trigger=trigger)
     module, strategy = Small(), DDPStrategy()
     if kind == "fsdp":
         module = Sharded()
@@ -434,20 +414,14 @@ def agree_on_the_last_checkpoint(folder: Path, spool: Path) -> None:
     assert on_ranks(folder, train_from_last, folder, spool, 3) == [1, 1]
 
 
-def fail(folder: Path, spool: Path) -> str:
-    saves = TrinitySyncCallback(
-        folder / "ckpts", every_n_steps=1, **commit_here(folder, spool, Fails())
-    )
-    try:
-        fit(Small(), [saves], steps=1, devices=2, strategy=DDPStrategy())
-    except SaveFailedError as error:
-        return str(error)
-    return ""
+def fail(folder: Path, spool: Path) -> None:
+    mine = [saving(folder, spool, trigger=Fails())]
+    with pytest.raises(SaveFailedError, match="the disk is full"):
+        fit(Small(), mine, steps=1, devices=2, strategy=DDPStrategy())
 
 
 def end_with_the_failure_on_all_ranks(folder: Path, spool: Path) -> None:
-    for told in on_ranks(folder, fail, folder, spool):
-        assert "the disk is full" in told
+    on_ranks(folder, fail, folder, spool)
 
 
 def refuse_strategies_by_name(folder: Path, spool: Path) -> None:
@@ -478,9 +452,8 @@ class Moves(Small):
 
 
 def refuse_a_checkpoint_without_weights(tmp_path: Path, spool: Path) -> None:
-    saves = TrinitySyncCallback(tmp_path / "ckpts", every_n_steps=1, **commit_here(tmp_path, spool))
     with pytest.raises(ConfigError, match="step 1: the checkpoint has no state_dict"):
-        fit(Moves(), [saves], steps=1)
+        fit(Moves(), [saving(tmp_path, spool)], steps=1)
 
 
 class Wide(Small):
@@ -507,10 +480,7 @@ def refuse_a_step_of_another_model_before_it_is_loaded(tmp_path: Path, spool: Pa
     saved = train_two_steps(tmp_path, spool)
 
     def resume(module: Small) -> None:
-        again = TrinitySyncCallback(
-            tmp_path / "ckpts", every_n_steps=2, **commit_here(tmp_path, spool)
-        )
-        fit(module, [again], steps=2, resume=True)
+        fit(module, [saving(tmp_path, spool, 2)], steps=2, resume=True)
 
     for module, name in ((Wide(), "layers.2.bias"), (Deep(True), "layers.3.bias")):
         before = copied(dict(module.state_dict()))

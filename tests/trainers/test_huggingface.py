@@ -324,9 +324,8 @@ def test_what_a_subclass_saves_in_its_own_way_is_refused_by_name(callback: MakeC
         (ReplacesSaves, r"not save what ReplacesSaves\._save_checkpoint may save"),
         (WritesAll, r"step 2: WritesAll writes model\.safetensors, which cannot be saved"),
     ):
-        saves = callback()
         with pytest.raises(ConfigError, match=told):
-            hugging_face(saves, of=of).train()
+            hugging_face(callback(), of=of).train()
 
 
 class ReadsCheckpoints(TrainerCallback):
@@ -349,8 +348,7 @@ class ReadsCheckpoints(TrainerCallback):
 def test_a_callback_that_reads_the_checkpoint_of_a_save_finds_it_committed(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    saves = callback()
-    trainer, reads = hugging_face(saves, 4), ReadsCheckpoints()
+    trainer, reads = hugging_face(callback(), 4), ReadsCheckpoints()
     trainer.add_callback(reads)
     trainer.train()
     assert sorted(reads.read) == [2, 4]
@@ -408,8 +406,7 @@ def test_another_reader_of_the_newest_step_does_not_supersede_the_training(
     assert read_run_number(root, 6) == 1
 
     saves = callback()
-    resumed = hugging_face(saves, stop=8)
-    resumed.train(resume_from_checkpoint=saves.latest())
+    hugging_face(saves, stop=8).train(resume_from_checkpoint=saves.latest())
     assert [(run.number, run.resumed_from) for run in list_known_runs(root)][-1] == (2, 6)
 
 
@@ -451,8 +448,7 @@ def test_a_batch_that_does_not_fit_begins_the_training_again(
             raise RuntimeError(exhausted.pop())
 
     exhausted = ["CUDA out of memory."]
-    saves = callback()
-    trainer = hugging_face(saves, 4, auto_find_batch_size=True)
+    trainer = hugging_face(callback(), 4, auto_find_batch_size=True)
     trainer.add_callback(At(3, exhaust))
     trainer.train()
     assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
@@ -479,9 +475,8 @@ def test_a_trainer_without_the_callback_loads_by_the_names_of_its_parameters(
 
 
 def test_a_hugging_face_training_ends_with_the_failure_of_a_save(callback: MakeCallback) -> None:
-    saves = callback(trigger=Fails())
     with pytest.raises(SaveFailedError, match="the disk is full"):
-        hugging_face(saves, stop=2).train()
+        hugging_face(callback(trigger=Fails()), stop=2).train()
 
 
 @pytest.mark.parametrize(
@@ -878,16 +873,14 @@ def test_a_model_of_other_tensors_than_its_class_is_saved_without_a_config(
     model = make_gpt2()
     weight_norm(model.transformer.h[0].mlp.c_fc, "weight")
     saves = callback()
-    trainer = hugging_face(saves, 2, model=model)
-    trainer.train()
+    hugging_face(saves, 2, model=model).train()
     newest = saves.latest()
     assert newest
     assert not (Path(newest) / "config.json").exists()
     assert "without the config of the model: transformer.h.0.mlp.c_fc.param" in caplog.text
     with pytest.raises(ValueError, match=r"config\.json"):
         AutoModelForCausalLM.from_pretrained(newest)
-    again = hugging_face(saves, 4, model=model)
-    again.train(resume_from_checkpoint=newest)
+    hugging_face(saves, 4, model=model).train(resume_from_checkpoint=newest)
 
 
 def test_the_hub_is_not_asked_about_the_base_model_at_a_save(
