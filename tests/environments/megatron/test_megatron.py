@@ -19,12 +19,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from tests.environments.megatron.cpu import megatron_on_cpu
+from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.states import differences
 from tests.support.waiting import until
-from trinity_sync import Settings
-from trinity_sync.errors import CommitError, ConfigError, SaveFailedError
+from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.errors import CommitError, ConfigError, SaveFailedError, SpoolError
 from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import attaching_folder, step_folder
@@ -36,9 +40,11 @@ STEPS = (1, 2, 3)
 FOLDERS = ("model", "optimizer", "extra")
 TENSOR_PARALLEL, DATA_PARALLEL = 2, 1
 
+Run = Callable[..., list[Any]]
+
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., list[Any]]:
+def run(tmp_path: Path) -> Run:
     """Call a function on ranks with Megatron on the CPU."""
 
     def run(program: Callable[..., Any], *arguments: Any, world_size: int = 2) -> list[Any]:
@@ -60,12 +66,10 @@ def _with_megatron(program: Callable[..., Any], *arguments: Any) -> Any:
         return program(*arguments)
 
 
-def make_coordinator(root: Path) -> Any:
-    from tests.integration.fsdp.commits import CommitsHere
-    from trinity_sync import CheckpointCoordinator, Settings
+def make_trained(*sizes: int, **named: Any) -> Any:
+    from tests.environments.megatron.training import Trained
 
-    settings = Settings(spool=root.parent / "spool", home=root.parent)
-    return CheckpointCoordinator.of_process_group(root, settings=settings, trigger=CommitsHere())
+    return Trained(*sizes, **named)
 
 
 def make_manager(trained: Any, saves: Any, **named: Any) -> Any:
@@ -88,10 +92,8 @@ def train_and_save(
     root: Path, tensor: int, *, distributed: bool = True, **sizes: int
 ) -> list[float]:
     """Train three steps and save each, also by veRL; return the losses of two more steps."""
-    from tests.environments.megatron.training import Trained
-
-    trained = Trained(tensor, distributed=distributed, **sizes)
-    with make_coordinator(root) as saves:
+    trained = make_trained(tensor, distributed=distributed, **sizes)
+    with coordinator_of(root) as saves:
         ours, theirs = make_manager(trained, saves), make_verls_manager(trained)
         for step in STEPS:
             trained.step()
@@ -107,21 +109,18 @@ def train_and_save(
 
 
 def save_and_resume(root: Path, tensor: int, **sizes: int) -> None:
-    from tests.environments.megatron.training import Trained
-
     losses = train_and_save(root, tensor, **sizes)
-    trained = Trained(tensor, seed=1, **sizes)
-    with make_coordinator(root) as saves:
+    trained = make_trained(tensor, seed=1, **sizes)
+    with coordinator_of(root) as saves:
         trained.load(make_manager(trained, saves), actor(root, saves.latest_step()))
         assert saves.run == 2
         assert [trained.step(), trained.step()] == losses
-    trained = Trained(tensor, seed=2, **sizes)
+    trained = make_trained(tensor, seed=2, **sizes)
     trained.load(make_verls_manager(trained), actor(root, STEPS[-1]))
     assert [trained.step(), trained.step()] == losses
     for step in STEPS:
         compare(actor(root.parent / "theirs", step), actor(root, step), FOLDERS)
     tested = load_newest(root)  # what trinity-sync verify --load does
-    assert tested
     assert tested.step == STEPS[-1]
     assert (
         tested.nbytes
@@ -136,11 +135,9 @@ def resume_with(
     contents: tuple[str, ...] = ("model", "optimizer"),
 ) -> None:
     """Load with another parallelism, and compare with what veRL saves of what was loaded."""
-    from tests.environments.megatron.training import Trained
-
     train_and_save(root, **saved, distributed=False)
-    trained = Trained(**loaded, seed=1, distributed=False)
-    with make_coordinator(root) as saves:
+    trained = make_trained(**loaded, seed=1, distributed=False)
+    with coordinator_of(root) as saves:
         manager = make_manager(trained, saves, contents=contents)
         trained.load(manager, actor(root, STEPS[-1]))
     again = str(root.parent / "again" / "actor")
@@ -151,8 +148,6 @@ def resume_with(
 
 def compare(one: str, other: str, names: tuple[str, ...]) -> None:
     """Require that checkpoints in two folders have the same content, bit for bit."""
-    from tests.support.states import differences
-
     for name in names:
         a, b = read(one, name), read(other, name)
         assert len(a) > 1
@@ -162,8 +157,6 @@ def compare(one: str, other: str, names: tuple[str, ...]) -> None:
 def read(folder: str, name: str) -> dict[str, Any]:
     """Return all that a folder of ``dist_checkpointing`` holds, by key, as one rank loads it."""
     from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     path = str(Path(folder) / name / "dist_ckpt")
     found: dict[str, Any] = dist_checkpointing.load_plain_tensors(path)
@@ -178,7 +171,7 @@ def read(folder: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tensor", [TENSOR_PARALLEL, DATA_PARALLEL])
 def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
-    run: Callable[..., list[Any]], tmp_path: Path, tensor: int
+    run: Run, tmp_path: Path, tensor: int
 ) -> None:
     run(save_and_resume, tmp_path / "ckpts", tensor)
 
@@ -186,7 +179,7 @@ def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["pipeline", "expert"])
 def test_other_parallelisms_resume_bit_for_bit_from_steps_that_equal_verls_own(
-    run: Callable[..., list[Any]], tmp_path: Path, size: str
+    run: Run, tmp_path: Path, size: str
 ) -> None:
     run(partial(save_and_resume, **{size: 2}), tmp_path / "ckpts", 1)
 
@@ -207,10 +200,7 @@ EXPERTS_ON = {n: {"tensor": 1, "expert": n, "experts": 4} for n in (1, 2, 4)}
     ],
 )
 def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
-    run: Callable[..., list[Any]],
-    tmp_path: Path,
-    saved: dict[str, int],
-    loaded: dict[str, int],
+    run: Run, tmp_path: Path, saved: dict[str, int], loaded: dict[str, int]
 ) -> None:
     run(resume_with, tmp_path / "ckpts", saved, loaded)
 
@@ -226,11 +216,7 @@ def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
     ],
 )
 def test_experts_are_loaded_with_another_expert_parallelism_bit_for_bit(
-    run: Callable[..., list[Any]],
-    tmp_path: Path,
-    saved: int,
-    loaded: int,
-    contents: tuple[str, ...],
+    run: Run, tmp_path: Path, saved: int, loaded: int, contents: tuple[str, ...]
 ) -> None:
     sizes = EXPERTS_ON[saved], EXPERTS_ON[loaded]
     run(resume_with, tmp_path / "ckpts", *sizes, contents, world_size=4)
@@ -284,7 +270,7 @@ def save_what_changes(root: Path) -> None:
         9: (lambda: {**model(0), "optim": {"f": lambda: None}}, "rank 0 cannot collect its part"),
         10: (lambda: {**model(0), "other": {"a": 1}}, "other has no folder"),
     }
-    saves = make_coordinator(root)
+    saves = coordinator_of(root)
     saver = DistCheckpointSaver(saves, {"model": "model", "optim": "optim"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlannedFile, "plan", note)
@@ -315,7 +301,7 @@ def save_what_changes(root: Path) -> None:
 
 
 def test_ranks_plan_again_when_the_structure_changes_and_refuse_missing_shards(
-    run: Callable[..., list[Any]], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     run(save_what_changes, tmp_path / "ckpts")
 
@@ -342,10 +328,8 @@ def replaced_before_megatron_reads(folder: Path) -> Iterator[None]:
 
 
 def load_corrupted(root: Path) -> None:
-    from tests.environments.megatron.training import Trained
-
-    trained = Trained(DATA_PARALLEL)
-    with make_coordinator(root) as saves:
+    trained = make_trained(DATA_PARALLEL)
+    with coordinator_of(root) as saves:
         manager = make_manager(trained, saves)
         for step in (1, 2):
             trained.step()
@@ -356,7 +340,7 @@ def load_corrupted(root: Path) -> None:
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     dist.barrier()
-    with make_coordinator(root) as saves:
+    with coordinator_of(root) as saves:
         manager = make_manager(trained, saves)
         with pytest.raises(CommitError, match=r"optimizer/dist_ckpt/__1_0\.distcp is corrupted"):
             manager.load_checkpoint(actor(root, 2))
@@ -373,14 +357,14 @@ def load_corrupted(root: Path) -> None:
         if dist.get_rank() == 0:
             os.chown(Path(actor(root, 1), "extra", "dist_ckpt", "common.pt"), 12345, 12345)
         dist.barrier()
-        with make_coordinator(root) as saves:
+        with coordinator_of(root) as saves:
             manager = make_manager(trained, saves)
             with pytest.raises(CommitError, match=r"common\.pt may have been written by another"):
                 manager.load_checkpoint(actor(root, 1))
 
 
 def test_a_corrupted_file_is_refused_on_all_ranks_and_another_step_loads(
-    run: Callable[..., list[Any]], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     run(load_corrupted, tmp_path / "ckpts")
 
@@ -417,12 +401,9 @@ def test_nothing_of_a_step_of_another_model_is_loaded(
 
 def fail_on_one_rank(root: Path) -> None:
     """Save while rank 0 cannot write its small files, and while rank 1 has no shared memory."""
-    from tests.environments.megatron.training import Trained
-    from trinity_sync.errors import SpoolError
-
-    rank, trained = dist.get_rank(), Trained(DATA_PARALLEL)
+    rank, trained = dist.get_rank(), make_trained(DATA_PARALLEL)
     trained.step()
-    saves = make_coordinator(root)
+    saves = coordinator_of(root)
     manager = make_manager(trained, saves)
 
     def break_down(*_: Any, **__: Any) -> None:
@@ -447,16 +428,12 @@ def fail_on_one_rank(root: Path) -> None:
     saves.close()
 
 
-def test_what_fails_on_one_rank_does_not_hang_the_others(
-    run: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_what_fails_on_one_rank_does_not_hang_the_others(run: Run, tmp_path: Path) -> None:
     run(fail_on_one_rank, tmp_path / "ckpts")
 
 
 def make_unsupported_managers(root: Path) -> None:
-    from tests.environments.megatron.training import Trained
-
-    trained = Trained(DATA_PARALLEL)
+    trained = make_trained(DATA_PARALLEL)
     named: dict[str, dict[str, Any]] = {
         "use_megatron_fsdp": {"use_megatron_fsdp": True},
         r"adapters \(PEFT\)": {"peft_cls": object(), "bridge": object()},
@@ -467,9 +444,7 @@ def make_unsupported_managers(root: Path) -> None:
             make_manager(trained, None, **arguments)
 
 
-def test_what_is_not_supported_is_refused_when_the_engine_starts(
-    run: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_what_is_not_supported_is_refused_when_the_engine_starts(run: Run, tmp_path: Path) -> None:
     run(make_unsupported_managers, tmp_path)
 
 
@@ -478,12 +453,11 @@ def save_by_the_switch(root: Path) -> None:
     from verl.workers.engine.megatron import transformer_impl
 
     import trinity_sync.integrations.verl.switch  # noqa: F401, which patches modules
-    from tests.environments.megatron.training import Trained
     from trinity_sync.integrations.verl.driver import get_manager
 
-    trained = Trained(TENSOR_PARALLEL)
+    trained = make_trained(TENSOR_PARALLEL)
     manager = trained.make_manager(transformer_impl.MegatronCheckpointManager)
-    manager._coordinator = saves = make_coordinator(root)
+    manager._coordinator = saves = coordinator_of(root)
     attaching = attaching_folder(root) / "random"
     if dist.get_rank() == 0:
         step_folder(attaching, 1).mkdir(parents=True)
@@ -492,7 +466,7 @@ def save_by_the_switch(root: Path) -> None:
     manager.save_checkpoint(actor(attaching, 1), global_step=1)
     get_manager(SimpleNamespace(checkpoint_mananager=manager)).wait_on_save_thread()
     saves.close()
-    manager._coordinator = saves = make_coordinator(root)
+    manager._coordinator = saves = coordinator_of(root)
     trained.load(manager, actor(root, 1))
     dist.barrier()
     position = step_folder(root, 1) / "data.pt"
@@ -503,17 +477,14 @@ def save_by_the_switch(root: Path) -> None:
 
 
 def test_the_switch_commits_the_position_of_the_dataloader_with_megatrons_states(
-    run: Callable[..., list[Any]], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     run(save_by_the_switch, tmp_path / "ckpts")
 
 
 def save_and_die(root: Path, losses: Path) -> None:
     """Save a step on the stack, write the losses of two more steps, and die without closing."""
-    from tests.environments.megatron.training import Trained
-    from trinity_sync import CheckpointCoordinator
-
-    trained = Trained(TENSOR_PARALLEL)
+    trained = make_trained(TENSOR_PARALLEL)
     trained.step()
     saves = CheckpointCoordinator.of_process_group(root)
     make_manager(trained, saves).save_checkpoint(actor(root, 1), global_step=1)
@@ -523,17 +494,14 @@ def save_and_die(root: Path, losses: Path) -> None:
 
 
 def resume_the_killed(root: Path) -> str:
-    from tests.environments.megatron.training import Trained
-    from trinity_sync import CheckpointCoordinator
-
-    trained = Trained(TENSOR_PARALLEL, seed=1)
+    trained = make_trained(TENSOR_PARALLEL, seed=1)
     with CheckpointCoordinator.of_process_group(root) as saves:
         trained.load(make_manager(trained, saves), actor(root, 1))
         return str([trained.step(), trained.step()])
 
 
 def test_ranks_killed_after_a_save_resume_bit_for_bit_from_its_commit(
-    run: Callable[..., list[Any]], stack: StackState, stack_settings: Settings, tmp_path: Path
+    run: Run, stack: StackState, stack_settings: Settings, tmp_path: Path
 ) -> None:
     root, losses = tmp_path / "ckpts", tmp_path / "losses"
     with pytest.raises(pytest.fail.Exception, match="died without an answer"):

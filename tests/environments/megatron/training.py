@@ -143,11 +143,7 @@ class Trained:
         return float(loss)
 
     def make_manager(
-        self,
-        kind: type,
-        *,
-        contents: Sequence[str] = ("model", "optimizer", "extra"),
-        **named: Any,
+        self, kind: type, *, contents: Sequence[str] = ("model", "optimizer", "extra"), **named: Any
     ) -> Any:
         """Return a manager with the arguments of veRL's Megatron engine."""
         hf_config = Qwen2Config(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2)
