@@ -124,6 +124,4 @@ def test_a_job_without_a_signal_ends_with_a_save_before_its_time_limit(
     assert slurm.await_end(job) == "COMPLETED"
     ((step, _, *kinds),) = lines(slurm.output(job), "ended")
     assert kinds == ["checkpoint", "state_dict"]
-    found = find_newest(root)
-    assert found
-    assert found.step == int(step)
+    assert find_newest(root).step == int(step)

@@ -98,9 +98,7 @@ def test_ranks_killed_the_instant_after_a_save_resume_from_it_bit_equal(
 def test_only_the_newest_committed_steps_remain(folder: Path, resumed: dict[int, str]) -> None:
     kept = [8, 10, 12]
     until(lambda: sorted(steps_on_disk(folder / "ours")) == kept, "the removal of older steps")
-    newest = find_newest(folder / "ours")
-    assert newest
-    assert newest.step == 12
+    assert find_newest(folder / "ours").step == 12
 
 
 MORE = ["--training.steps", "14"]

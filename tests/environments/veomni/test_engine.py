@@ -120,8 +120,7 @@ def load(model: Path, root: Path, mesh: str, ours: bool) -> list[str]:
         own = {each.device_mesh: each.device_mesh for each in known.model.parameters()}
         for state in engine.optimizer.state.values():
             state.update(rebind(dict(state), own))
-    expected = torch.load(root.parent / "expected.pt", weights_only=False)
-    return differences(expected, whole(engine))
+    return differences(torch.load(root.parent / "expected.pt", weights_only=False), whole(engine))
 
 
 @pytest.fixture(scope="module")

@@ -55,5 +55,4 @@ def test_the_tutorial_runs_as_it_is_written(stack: StackState, tmp_path: Path) -
         process.wait(500)
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # engine and server, as Ctrl-C does
-    assert process.stdout
     assert process.returncode == 0, process.stdout.read()[-3000:]
