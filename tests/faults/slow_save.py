@@ -44,20 +44,19 @@ def key(saves: CheckpointCoordinator, step: int) -> str:
     return key_of(saves.root, step)
 
 
+def find_part(settings: Settings, name: str) -> psutil.Process:
+    """Return the server, the worker or the Ray node; another test may have had it started again."""
+    return psutil.Process(getattr(embedded.find(settings), name).pid)
+
+
 def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:
-    found = embedded.find(settings)
-    assert found is not None
-    assert found.worker is not None
-    worker = psutil.Process(found.worker.pid)
+    worker = find_part(settings, "worker")
     worker.send_signal(number)
     worker.wait(30)
 
 
 def kill_server(settings: Settings) -> None:
-    found = embedded.find(settings)
-    assert found is not None
-    assert found.server is not None
-    server = psutil.Process(found.server.pid)
+    server = find_part(settings, "server")
     processes = [*server.children(recursive=True), server]
     for process in processes:
         process.kill()
@@ -65,8 +64,11 @@ def kill_server(settings: Settings) -> None:
 
 
 def ray_processes(settings: Settings, title: str) -> list[psutil.Process]:
-    found = embedded.find(settings)  # another test may have had it started again
-    assert found is not None
-    assert found.ray is not None
-    every = psutil.Process(found.ray.pid).children(recursive=True)
+    every = find_part(settings, "ray").children(recursive=True)
     return [each for each in every if each.cmdline() and each.cmdline()[0].startswith(title)]
+
+
+def assert_saves_on(saves: CheckpointCoordinator) -> None:
+    saves.save(3, {"model": {"w": torch.ones(3)}})
+    saves.wait_all(120)
+    assert find_newest(saves.root).step == 3

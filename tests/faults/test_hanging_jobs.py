@@ -18,11 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_another_job_saves_while_the_runs_of_one_hang(
-    saves: CheckpointCoordinator,
-    root: Path,
-    tmp_path: Path,
-    stack_settings: Settings,
-    api: Api,
+    saves: CheckpointCoordinator, root: Path, tmp_path: Path, stack_settings: Settings, api: Api
 ) -> None:
     stuck = tmp_path / "stuck"
     CheckpointCoordinator(stuck, job={"rank_timeout_s": 1}, settings=stack_settings).close()

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from prefect.states import AwaitingRetry, Cancelling
+from prefect.states import Cancelling
 
 from tests.faults.slow_save import (
     SIZE,
     assert_committed,
     assert_only_step_1_counts,
+    assert_saves_on,
     begin_slow_save,
     key,
     kill_server,
@@ -105,12 +106,9 @@ def test_a_ray_worker_killed_in_mid_write(
         "the task run to be shown as failed",
     )
     api.ended_tasks(run)
-    with api.client as client:  # the UI's Retry button
-        client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
+    api.press_retry(run)
     assert_committed(root, 2)
-    saves.save(3, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(120)
-    assert find_newest(root).step == 3
+    assert_saves_on(saves)
 
 
 def test_the_flows_process_killed_in_mid_write(
@@ -123,9 +121,7 @@ def test_the_flows_process_killed_in_mid_write(
     assert_committed(root, 2)
     assert api.ended(api.run_of(key(saves, 2)).id).run_count == 2
     saves.wait_all(60)
-    saves.save(3, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(120)
-    assert find_newest(root).step == 3
+    assert_saves_on(saves)
 
 
 def test_the_prefect_server_killed_in_mid_write(
@@ -150,8 +146,7 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
     writer.suspend()  # on a busy machine it would have written all before the worker is told
     try:
         run = api.run_of(key(saves, 2))
-        with api.client as client:
-            client.set_flow_run_state(run.id, Cancelling())
+        api.set_states(run.id, Cancelling(), force=False)
         with pytest.raises(SaveFailedError, match="step 2"):
             saves.wait_all(60)
     finally:
@@ -162,9 +157,7 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
         lambda: [image.failed for image in saves.spool.tickets()[0]] == [True],
         "the mark of its image, once its writer goes on: it may be evicted at once",
     )
-    saves.save(3, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(120)
-    assert find_newest(root).step == 3
+    assert_saves_on(saves)
 
 
 def test_a_step_without_one_of_its_ranks_fails_and_names_it(

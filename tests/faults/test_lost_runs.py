@@ -20,7 +20,6 @@ from prefect.client.schemas.actions import (
     DeploymentUpdate,
     WorkPoolCreate,
 )
-from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Scheduled
 
 from tests.conftest import left_of
@@ -151,7 +150,7 @@ def test_a_save_that_is_lost_for_good_is_crashed_and_named(
     saves.save(2, {"model": {"w": torch.ones(3)}})
     run = until(lambda: api.runs_of(key(saves, 2)), "the flow run")[0]
     for _ in range(ATTEMPTS):
-        set_states(api, run.id, Pending(message=DEAD), Running())
+        api.set_states(run.id, Pending(message=DEAD), Running())
     embedded.up(stack_settings)
     with pytest.raises(SaveFailedError, match=r"save actor step 2 .* process .* died"):
         saves.wait_all()
@@ -181,7 +180,7 @@ def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
 ) -> None:
     begin_slow_save(saves, root, 2)
     run = api.run_of(key(saves, 2))
-    set_states(api, run.id, Crashed(message="No heartbeat of its process."))
+    api.set_states(run.id, Crashed(message="No heartbeat of its process."))
     assert_committed(root, 2)
 
     def state() -> str | None:
@@ -210,15 +209,15 @@ def test_each_node_repairs_its_own_runs_and_cancels_the_cancelled(
     request = api.run_of(key(saves, 1)).parameters["request"]
     runs = [api.start({"request": request}) for _ in range(3)]
     here, cancelled, elsewhere = runs
-    set_states(api, here, *[Pending(message=DEAD)] * ATTEMPTS)
-    set_states(api, cancelled, Pending(message=DEAD), Running(), Cancelling())
-    set_states(api, elsewhere, Pending(message=f"{ACQUIRED_BY}another-node/1/1"), Running())
+    api.set_states(here, *[Pending(message=DEAD)] * ATTEMPTS)
+    api.set_states(cancelled, Pending(message=DEAD), Running(), Cancelling())
+    api.set_states(elsewhere, Pending(message=f"{ACQUIRED_BY}another-node/1/1"), Running())
     embedded.up(stack_settings)
     assert api.ended(here).state.name == "Crashed"
     await_cancelled(api, cancelled)
     with api.client as client:
         assert client.read_flow_run(elsewhere).state.name == "Running"
-    set_states(api, elsewhere, Cancelled())
+    api.set_states(elsewhere, Cancelled())
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
@@ -228,8 +227,7 @@ def test_a_run_cancelled_before_the_worker_takes_it_ends_as_cancelled(
     saves.save(2, {"model": {"w": torch.ones(SIZE)}})
     run = until(lambda: api.runs_of(key(saves, 2)), "the flow run")[0]
     time.sleep(after_s)
-    with api.client as client:
-        client.set_flow_run_state(run.id, Cancelling())
+    api.set_states(run.id, Cancelling(), force=False)
     await_cancelled(api, run.id)
     with pytest.raises(SaveFailedError, match="step 2"):
         saves.wait_all()
@@ -334,9 +332,3 @@ def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(
 def await_cancelled(api: Api, run_id: UUID) -> None:
     """A run that is stopped where it stands is shown as crashed for an instant."""
     until(lambda: api.ended(run_id).state.name == "Cancelled", "the run to be cancelled", 30)
-
-
-def set_states(api: Api, run_id: UUID, *states: State) -> None:
-    with api.client as client:
-        for state in states:
-            client.set_flow_run_state(run_id, state.model_copy(), force=True)

@@ -16,7 +16,8 @@ from prefect.client.schemas.filters import (
     LogFilter,
     LogFilterFlowRunId,
 )
-from prefect.client.schemas.objects import FlowRun, TaskRun
+from prefect.client.schemas.objects import FlowRun, State, TaskRun
+from prefect.states import AwaitingRetry
 
 from tests.support.waiting import until
 from trinity_sync.client.prefect_api import get_task_name
@@ -108,6 +109,16 @@ class Api:
         with self.client as client:
             deployment = client.read_deployment_by_name(name)
             return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+    def set_states(self, run_id: UUID, *states: State, force: bool = True) -> None:
+        """Set states of a flow run one after the other, as its worker or, without force, the UI."""
+        with self.client as client:
+            for state in states:
+                client.set_flow_run_state(run_id, state.model_copy(), force=force)
+
+    def press_retry(self, run: FlowRun) -> None:
+        """What the UI's Retry button does."""
+        self.set_states(run.id, AwaitingRetry())
 
     def ended(self, run_id: UUID, timeout: float = 90) -> FlowRun:
         """The run once it has ended."""

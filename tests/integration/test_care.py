@@ -10,7 +10,6 @@ import pytest
 import torch
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.states import AwaitingRetry
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -137,8 +136,7 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
     assert failed.state.is_failed()
 
     in_the_way.unlink()
-    with api.client as client:  # what the UI's Retry button does
-        client.set_flow_run_state(failed.id, AwaitingRetry(), force=True)
+    api.press_retry(failed)
     weights = "actor/huggingface/model.safetensors"
     until(lambda: require_committed(root, 4).find_file(weights), "the retried export")
 
@@ -150,6 +148,7 @@ def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
         ("verify/verify", {"step": 9}, "not committed, so there is nothing to compare"),
         ("export/export", {"step": 9}, "is not committed"),
         ("retention/retention", {"rot": "a typing error"}, "rot"),
+        ("retention/retention", {"keep": "most"}, "'most' is unknown"),
     ],
 )
 def test_what_cannot_work_is_a_sentence_in_the_ui(

@@ -24,11 +24,6 @@ Ranks = list[CheckpointCoordinator]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
-
-
-@pytest.fixture
 def ranks(stack: StackState, stack_settings: Settings, root: Path) -> Iterator[Ranks]:
     """The ranks of a job, of which each has one coordinator."""
     made = [
@@ -60,8 +55,7 @@ def await_bytes(root: Path) -> None:
 def set_state(api: Api, root: Path, state: State) -> None:
     """Set the state of the save's flow run, as a user does in the UI."""
     run = until(lambda: api.runs_of(key_of(root, 2)), "the flow run")[0]
-    with api.client as client:
-        client.set_flow_run_state(run.id, state)
+    api.set_states(run.id, state, force=False)
 
 
 def assert_all_say(ranks: Ranks, why: str) -> None:
@@ -87,7 +81,6 @@ def test_values_that_are_refused_fail_the_flow_run_and_those_that_are_not_are_an
     found = r"1 non-finite value in actor/model of rank 1 \(w\)"
     assert_all_say(ranks, rf".*{found}")
     (run,) = api.runs_of(key_of(root, 2))
-    assert run.state
     assert run.state.type == "FAILED"
     assert re.search(found, str(run.state.message))
     set_job_settings(root, {"on_nonfinite": "warn"})

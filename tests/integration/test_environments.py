@@ -62,7 +62,10 @@ def test_the_lock_is_for_the_versions_of_python_that_the_readme_names(
 
 def test_the_client_needs_no_package_of_the_stack(wheel: Path) -> None:
     base, stack = set(), set()
-    for requirement in requirements_of(wheel):
+    with zipfile.ZipFile(wheel) as content:
+        (metadata,) = [name for name in content.namelist() if name.endswith("/METADATA")]
+        requirements = message_from_bytes(content.read(metadata)).get_all("Requires-Dist")
+    for requirement in requirements:
         name = re.match(r"[\w.-]+", requirement)
         assert name
         if "extra ==" not in requirement:
@@ -74,9 +77,3 @@ def test_the_client_needs_no_package_of_the_stack(wheel: Path) -> None:
     assert "certifi" in base  # httpx needs it as well, but may not for ever
     assert not base & stack
     assert not base & {"verl", "vllm", "trinity-rft", "transformers", "lightning"}
-
-
-def requirements_of(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as content:
-        (name,) = [name for name in content.namelist() if name.endswith("/METADATA")]
-        return message_from_bytes(content.read(name)).get_all("Requires-Dist") or []

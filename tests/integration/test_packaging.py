@@ -194,8 +194,7 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
     )
     home = str(project / "home")
     own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address}
-    said = run(project, installed / "python", script, **own)
-    assert said == f"{stack.api_url} False False"
+    assert run(project, installed / "python", script, **own) == f"{stack.api_url} False False"
 
 
 def test_deploying_takes_the_installed_flows(

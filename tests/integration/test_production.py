@@ -135,7 +135,6 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
             assert set(load_states(root, 1, "actor")["model"]["w"].tolist()) == {float(number)}
             for kind in KINDS:
                 run = ended(root, 1, kind)
-                assert run.state
                 assert run.state.is_completed()
                 workers.add(run.infrastructure_pid)
         assert len(workers) == 2
@@ -151,7 +150,6 @@ def test_each_queue_has_its_place_and_its_runs_wait_for_one_another(
     stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
     state = embedded.find(settings)
-    assert state
     assert state.worker
     daemon.stop(state.worker, 20)
     (tmp_path / "job").mkdir()

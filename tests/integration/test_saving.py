@@ -11,14 +11,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.states import AwaitingRetry, Crashed
+from prefect.states import Crashed
 
+from tests.faults.slow_save import find_part
 from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.support.waiting import until
 from trinity_sync import (
@@ -32,7 +32,6 @@ from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.layout import Kind, name_job, step_folder
 from trinity_sync.orchestration.quantities import format_duration, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
-from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
@@ -249,8 +248,7 @@ def test_saves_by_functions_alone_commit_once_they_are_registered(
     assert (root / "latest_state_dict_iteration.txt").read_text() == "8"
 
     run = api.ended(api.run_of(key(saves, 8, "state_dict")).id)
-    with api.client as client:  # what the UI's Retry button does
-        client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
+    api.press_retry(run)
     again = until(lambda: (r := api.ended(run.id)).run_count > 1 and r, "the end of the retry")
     assert again.state.is_completed(), again.state.message
     assert require_committed(root, 8).files == manifest.files
@@ -333,7 +331,7 @@ def test_a_failed_function_is_raised_even_if_an_earlier_wait_timed_out(
 
     saves.save(20, {"model": {"w": torch.zeros(10_000_000)}})
     saves.save_async("lora", fail, 21)
-    with pytest.raises(SaveTimeoutError):
+    with pytest.raises(SaveTimeoutError, match="step20"):
         saves.wait_all(0.2)
     with pytest.raises(SaveFailedError, match="no adapter"):
         saves.wait_all(120)
@@ -368,8 +366,7 @@ def test_a_failed_run_commits_when_it_is_retried(
         saves.wait_all(90)
     in_the_way.unlink()
     run = api.ended(api.run_of(key(saves, 16)).id)
-    with api.client as client:  # what the UI's Retry button does
-        client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
+    api.press_retry(run)
     until(lambda: read_manifest(root, 16), "the commit of the retried run")
     require_committed(root, 16)
 
@@ -432,22 +429,17 @@ def test_a_save_that_no_worker_begins_is_committed_by_the_saver_and_its_run_says
     stack: StackState, stack_settings: Settings, api: Api, root: Path
 ) -> None:
     settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 1.0})
-    now = embedded.find(stack_settings)  # another test may have had it started again
-    assert now
-    assert now.worker
-    worker = psutil.Process(now.worker.pid)
+    worker = find_part(stack_settings, "worker")
     worker.suspend()
     try:
         with CheckpointCoordinator(root, settings=settings) as saves:
             saves.save(40, {"model": STATE})
             saves.wait_all(90)
         run = api.run_of(key_of(root, 40))
-        assert run.state
         assert not run.state.is_final()
     finally:
         worker.resume()
     state = api.ended(run.id).state
-    assert state
     assert state.is_completed()
     assert "Committed by the saver" in str(state.message)
     (timing,) = require_committed(root, 40).timings
@@ -468,6 +460,4 @@ def test_a_database_that_is_locked_for_long_holds_no_save(
     saves.wait_all(90)
     saves.close()
     for step in (50, 51):
-        state = api.ended(api.run_of(key_of(root, step)).id).state
-        assert state
-        assert state.is_completed()
+        assert api.ended(api.run_of(key_of(root, step)).id).state.is_completed()

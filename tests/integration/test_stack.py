@@ -54,10 +54,7 @@ def another(tmp_path: Path, stack: StackState, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def on_the_same_ray(
-    another: Settings,
-    stack: StackState,
-    stack_settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    another: Settings, stack: StackState, stack_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> Settings:
     """The same, where the Ray cluster is that of the first."""
     now = embedded.find(stack_settings) or stack  # another test may have had it started again
@@ -108,7 +105,6 @@ def test_a_running_stack_keeps_its_settings_and_says_which_are_others_now(
 
 def test_no_other_user_reads_the_folder_of_ray(stack: StackState, stack_settings: Settings) -> None:
     found = embedded.find(stack_settings)  # another test may have had it started again
-    assert found
     assert stat.S_IMODE(Path(found.ray_folder).stat().st_mode) == 0o700
 
 
@@ -141,8 +137,6 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     stack: StackState, stack_settings: Settings
 ) -> None:
     before = embedded.find(stack_settings)
-    assert before
-    assert before.worker
     os.kill(before.worker.pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(before.worker.pid)], timeout=10)
     assert part(stack_settings, "worker").state == "dead"
@@ -160,9 +154,7 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
 def test_a_cleaner_of_old_files_removes_nothing_of_a_running_stack(
     stack: StackState, stack_settings: Settings
 ) -> None:
-    before = embedded.find(stack_settings)
-    assert before
-    folders = [stack_settings.home, Path(before.ray_folder)]
+    folders = [stack_settings.home, Path(embedded.find(stack_settings).ray_folder)]
     files = [each for folder in folders for each in [folder, *folder.rglob("*")]]
     for path in files:
         os.utime(path, (0, 0), follow_symlinks=False)
@@ -181,7 +173,6 @@ def test_a_stack_starts_again_without_the_secrets_in_its_home(
     saves: CheckpointCoordinator, stack_settings: Settings
 ) -> None:
     before = embedded.find(stack_settings)
-    assert before
     for name in ("ray_token", services.PASSWORD_FILE):
         (stack_settings.home / name).unlink()
     kill_worker(stack_settings)
@@ -196,8 +187,6 @@ def test_a_stack_whose_server_died_is_stopped_and_started_again_at_its_addresses
     stack: StackState, stack_settings: Settings
 ) -> None:
     before = embedded.find(stack_settings)
-    assert before
-    assert before.server
     processes = processes_of(before)
     os.kill(before.server.pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(before.server.pid)], timeout=10)
@@ -225,7 +214,6 @@ def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
             deploy.deploy(StackSettings(), stack.api_url)
             again = client.read_deployment_by_name("save-step/save-step")
             assert again.id == first.id
-            assert again.global_concurrency_limit
             assert again.global_concurrency_limit.limit == 3
         finally:
             client.update_deployment(first.id, DeploymentUpdate(concurrency_limit=None))
@@ -304,7 +292,6 @@ def test_down_leaves_no_process_and_no_file(
     services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}
     assert services["server"]["status"] == services["ray"]["status"] == "running"
     state = embedded.find(another)
-    assert state
     assert state.config == str(config)
     deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
     processes = processes_of(state)
@@ -345,11 +332,9 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
     with subprocess.Popen([*COMMAND, *arguments, "--cpus", "1"], env=env) as running:
         try:
             first = started(lambda state: True)
-            assert first.worker
             os.kill(first.worker.pid, signal.SIGKILL)
             second = started(lambda state: state.worker != first.worker)
             assert (second.server, second.ray) == (first.server, first.ray)
-            assert second.ray
             os.kill(second.ray.pid, signal.SIGKILL)
             third = started(lambda state: state.ray != second.ray)
             assert third.api_url == first.api_url
@@ -378,8 +363,6 @@ def test_parts_that_work_run_on_if_the_worker_does_not_start_and_the_next_up_sta
     assert "what works runs on (ray); trinity-sync up" in caught.value.hint
     before = embedded.find(another)
     try:
-        assert before
-        assert before.ray
         assert before.ray.lives
         after = embedded.up(another, stack)
         assert (after.ray, after.lives) == (before.ray, True)
@@ -416,7 +399,6 @@ def test_a_server_runs_on_if_ray_does_not_start_and_the_next_up_starts_it(
     assert "runs on (server)" in caught.value.hint
     before = embedded.find(another)
     try:
-        assert before
         assert (bool(before.server), before.ray) == (True, None)
         after = embedded.up(another, stack, worker=False)
         assert (after.server, after.lives) == (before.server, True)

@@ -36,6 +36,18 @@ def make_tools(folder: Path) -> dict[str, str]:
     }
 
 
+def run_in_one_shell(commands: list[str], folder: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)],
+        cwd=folder,
+        env=make_tools(folder),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_as_it_is_written(
@@ -47,12 +59,4 @@ def test_a_tutorial_runs_as_it_is_written(
             commands.append(text)
         else:
             (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)],
-        cwd=tmp_path,
-        env=make_tools(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_in_one_shell(commands, tmp_path)

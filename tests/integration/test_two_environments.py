@@ -35,6 +35,9 @@ dist.destroy_process_group()
 """
 
 
+Done = subprocess.CompletedProcess[str]
+
+
 @pytest.fixture(scope="module")
 def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``bin`` of a trainer's environment, which has what the client needs and nothing else."""
@@ -45,6 +48,12 @@ def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``bin`` of the stack's environment, which has no veRL."""
     return make_environment(tmp_path_factory.mktemp("stack") / "venv", wheel, extra="stack")
+
+
+def call(*words: object, env: dict[str, str], cwd: Path | None = None) -> Done:
+    """Call a program that ``PATH`` of the variables names."""
+    command = ["env", *map(str, words)]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True)
 
 
 def test_both_environments_are_whole(client: Path, stack_environment: Path) -> None:
@@ -72,20 +81,14 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
         "PATH": os.pathsep.join([str(stack_environment), os.environ["PATH"]]),
     }
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = ["trinity-sync", "run", "--", client / "python", *ranks, script, root]
     try:
-        done = subprocess.run(
-            ["env", *map(str, command)], env=env, cwd=tmp_path, capture_output=True, text=True
-        )
+        command = ["trinity-sync", "run", "--", client / "python", *ranks, script, root]
+        done = call(*command, env=env, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        listed = subprocess.run(
-            ["env", "trinity-sync", "status"], env=env, capture_output=True, text=True
-        )
+        listed = call("trinity-sync", "status", env=env)
         assert listed.returncode == 0, listed.stdout + listed.stderr
     finally:
-        subprocess.run(
-            ["env", "trinity-sync", "down", "--yes"], env=env, check=True, capture_output=True
-        )
+        assert call("trinity-sync", "down", "--yes", env=env).returncode == 0
     assert len(require_committed(root, 1).files) == 2
 
 
@@ -94,14 +97,7 @@ def test_version_is_that_of_the_stack_and_of_the_environment_that_called_it(
 ) -> None:
     environment = os.environ | {"PATH": f"{client}:{stack_environment}:{os.environ['PATH']}"}
     of_stack, of_client = (
-        subprocess.run(
-            [client / words[0], *words[1:]],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        call(client / words[0], *words[1:], env=environment, cwd=tmp_path).stdout
         for words in (["trinity-sync", "version"], ["python", "-m", "trinity_sync", "version"])
     )
     assert re.search(rf"^called from +[\d.]+ \({client}/", of_stack, re.MULTILINE)
@@ -153,8 +149,7 @@ def test_commands_about_files_work_in_a_trainers_environment(
         ["down"],
         ["version"],
     ):
-        command = ["env", "trinity-sync", *map(str, words)]
-        done = subprocess.run(command, env=alone, cwd=tmp_path, capture_output=True, text=True)
+        done = call("trinity-sync", *words, env=alone, cwd=tmp_path)
         assert done.returncode == 0, (words, done.stdout + done.stderr)
         assert not re.search("error|warning|Traceback", done.stderr), (words, done.stderr)
     assert require_committed(tmp_path / "back", 30)
@@ -178,8 +173,7 @@ def test_commands_about_files_work_in_a_trainers_environment(
 def test_a_command_of_the_stack_names_the_extra_in_a_trainers_environment(
     words: str, alone: dict[str, str], tmp_path: Path
 ) -> None:
-    command = ["env", "trinity-sync", *words.split()]
-    done = subprocess.run(command, env=alone, cwd=tmp_path, capture_output=True, text=True)
+    done = call("trinity-sync", *words.split(), env=alone, cwd=tmp_path)
     error, hint = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs the stack" in error

@@ -376,7 +376,7 @@ def load_what_does_not_fit(root: Path) -> None:
     from tests.environments.megatron import training
 
     trained = training.Trained(DATA_PARALLEL)
-    with make_coordinator(root) as saves:
+    with coordinator_of(root) as saves:
         trained.step()
         make_manager(trained, saves).save_checkpoint(actor(root, 1), global_step=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -386,16 +386,14 @@ def load_what_does_not_fit(root: Path) -> None:
         )
         other = training.Trained(DATA_PARALLEL, seed=1)
     before = [each.detach().clone() for each in other.model.parameters()]
-    with make_coordinator(root) as saves:
+    with coordinator_of(root) as saves:
         refused = pytest.raises((CheckpointingException, CheckpointException), match="mismatch")
         with refused:
             make_manager(other, saves).load_checkpoint(actor(root, 1))
     assert all(map(torch.equal, before, other.model.parameters()))
 
 
-def test_nothing_of_a_step_of_another_model_is_loaded(
-    run: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_nothing_of_a_step_of_another_model_is_loaded(run: Run, tmp_path: Path) -> None:
     run(load_what_does_not_fit, tmp_path / "ckpts")
 
 

@@ -1,6 +1,7 @@
 """What the checkpoint manager saves, what it skips, and what it refuses to load."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,6 +168,33 @@ def test_a_resumed_run_has_the_saved_state_and_saves_on(
     second.save_checkpoint(path(root, 2), 2)
     second.wait_on_save_thread()
     assert read_manifest(root, 2).run == 2
+
+
+@pytest.mark.parametrize("source", ["spool", "disk"])
+def test_the_log_says_where_a_step_was_restored_from(
+    new_run: MakeManager,
+    root: Path,
+    trained: Trained,
+    tmp_path: Path,
+    source: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trigger = CommitsHere()
+    first = new_run(trigger)
+    first.save_checkpoint(path(root, 1), 1)
+    before = trained.state()
+    first.wait_on_save_thread()
+    trigger.finish()
+    if source == "disk":
+        for note in (tmp_path / "spool").rglob("*.kept"):
+            note.unlink()
+    trained.step()
+    with caplog.at_level(logging.INFO, "trinity_sync"):
+        new_run().load_checkpoint(path(root, 1))
+    assert differences(before, trained.state()) == []
+    said = [record.message for record in caplog.records if "GB from the" in record.message]
+    assert len(said) == 3
+    assert all(f"from the {source}" in message for message in said)
 
 
 def test_contents_decide_what_is_loaded(new_run: MakeManager, root: Path, trained: Trained) -> None:

@@ -53,7 +53,6 @@ def test_the_saver_commits_at_once_what_the_stack_cannot_see_and_all_say_why(
     for step in (1, 2):
         assert require_committed(root, step).timings[0].by_saver
         state = api.ended(api.run_of(key_of(root, step)).id).state
-        assert state
         assert state.is_completed()
         assert HIDDEN in str(state.message)
     found = {check.name: check for check in check_root(root, stack_settings)}
@@ -67,7 +66,6 @@ def test_without_the_saver_such_a_save_fails_at_once_with_the_reason(
     assert "SaveFailedError" in done.stderr
     assert f"{HIDDEN} {stack_settings.spool}" in done.stderr
     state = api.ended(api.run_of(key_of(root, 1)).id).state
-    assert state
     assert state.is_failed()
     assert HIDDEN in str(state.message)
 
@@ -82,6 +80,5 @@ def test_what_the_saver_cannot_commit_in_its_place_fails_everywhere_with_the_sav
     failure = done.stderr.rpartition("SaveFailedError")[2]
     assert ("non-finite" in failure, HIDDEN in failure) == (True, False)
     state = api.ended(api.run_of(key_of(root, 1)).id).state
-    assert state
     assert state.is_failed()
     assert "non-finite" in str(state.message)

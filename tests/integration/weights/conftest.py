@@ -11,6 +11,12 @@ from tests.conftest import QUIET, environment
 from trinity_sync import Synchronizer
 from trinity_sync.weights.sync_barrier import SyncSettings
 
+ASK_S = 60.0
+
+
+def ask(reference: Any) -> Any:
+    return ray.get(reference, timeout=ASK_S)
+
 
 @pytest.fixture(scope="module")
 def ray_node() -> Iterator[None]:

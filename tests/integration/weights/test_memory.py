@@ -52,7 +52,6 @@ def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchroni
         publisher.wait(30)
     reader = WeightReader(synchronizer, name="explorer-0")
     version = asyncio.run(reader.wait_newer(timeout_s=30))
-    assert version is not None
     assert (version.step, version.run, version.source) == (7, 1, "memory")
     assert [image.rank for image in version.images] == [0, 1]
     with reader.open(version) as view:

@@ -10,6 +10,7 @@ import ray
 import torch
 
 from tests.integration.conftest import CommitStep
+from tests.integration.weights.conftest import ASK_S, ask
 from tests.support.job import Job
 from tests.support.waiting import until
 from tests.unit.orchestration.test_orphaned_images import (
@@ -22,15 +23,9 @@ from trinity_sync.weights.state_files import read_address, read_state
 from trinity_sync.weights.sync_barrier import SyncSettings
 from trinity_sync.weights.versions import ImageRef, Version
 
-ASK_S = 60.0
-
 
 def version(root: Path, step: int, *, run: int = 1, **other: Any) -> Version:
     return Version(step, run, other.pop("source", "memory"), str(root), **other)
-
-
-def ask(reference: Any) -> Any:
-    return ray.get(reference, timeout=ASK_S)
 
 
 def require(synchronizer: Any, who: str, value: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from tests.integration.conftest import CommitStep
+from tests.integration.weights.conftest import ASK_S, ask
 from tests.support.job import Job
 from tests.support.weights import first, upload
 from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
@@ -17,12 +18,6 @@ from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
-
-ASK_S = 60.0
-
-
-def ask(reference: Any) -> Any:
-    return ray.get(reference, timeout=ASK_S)
 
 
 @pytest.fixture
