@@ -31,7 +31,6 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.settings.values import (
@@ -172,7 +171,6 @@ def default_home(mountinfo: str | None = None) -> Path:
     return Path(f"/var/tmp/trinity_sync-{os.getuid()}") / host
 
 
-@describe_attributes
 class Settings(_ReadSettings):
     """The settings of a process; the variable of a field is ``TRINITY_SYNC_<FIELD>``."""
 
@@ -253,7 +251,6 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-@describe_attributes
 class ServerSettings(_Section):
     """The Prefect server that ``up`` starts."""
 
@@ -287,7 +284,6 @@ class ServerSettings(_Section):
         return self
 
 
-@describe_attributes
 class RaySettings(_Section):
     """The Ray cluster in which the stack's tasks run."""
 
@@ -307,7 +303,6 @@ class RaySettings(_Section):
     none; no training should join this node."""
 
 
-@describe_attributes
 class WorkerSettings(_Section):
     """The flow worker, and the tasks of its flows."""
 
@@ -336,7 +331,6 @@ class WorkerSettings(_Section):
     """
 
 
-@describe_attributes
 class IoSettings(_Section):
     """Reads and writes of checkpoints."""
 
@@ -349,7 +343,6 @@ class IoSettings(_Section):
     1.5 times as fast. On a file system that other nodes may see, only ``"always"`` does so."""
 
 
-@describe_attributes
 class MaintenanceSettings(_Section):
     """The scheduled flows."""
 
@@ -377,7 +370,6 @@ class MaintenanceSettings(_Section):
     """Time between two repairs of what crashes have left: runs, images, latest pointers, files."""
 
 
-@describe_attributes
 class CatalogSettings(_Section):
     """The SQL mirror of committed steps."""
 
@@ -385,7 +377,6 @@ class CatalogSettings(_Section):
     """SQLAlchemy URL of the database; empty for SQLite in the stack's home."""
 
 
-@describe_attributes
 class StackSettings(_ReadSettings):
     """The settings of a stack, by sections of ``trinity_sync.toml``."""
 

@@ -30,7 +30,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import (
     TRUSTED,
@@ -60,7 +59,6 @@ from trinity_sync.storage.runs import is_superseded
 logger = logging.getLogger(__name__)
 
 
-@describe_attributes
 @dataclass(frozen=True)
 class JobSettings(Record):
     """The settings of a job."""

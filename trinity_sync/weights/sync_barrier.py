@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from trinity_sync.attribute_docs import describe_attributes
 from trinity_sync.errors import ConfigError
 
 
@@ -169,7 +168,6 @@ def _without_wait(status: Status) -> Status:
     return Status.RUNNING if status is Status.REQUIRE_SYNC else status
 
 
-@describe_attributes
 @dataclass(frozen=True)
 class SyncSettings:
     """Names and time limits; `from_config` reads them from Trinity's config."""

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import inspect
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,8 +13,6 @@ import pytest
 from packaging.requirements import Requirement
 
 import trinity_sync
-from trinity_sync import JobSettings, Settings, SyncSettings
-from trinity_sync.settings import StackSettings
 
 REPOSITORY = Path(__file__).parents[3]
 LOOK_AT_EVERYTHING = """
@@ -109,20 +106,6 @@ def iter_types(hints: Iterable[Any]) -> Iterator[type]:
         if isinstance(hint, list):
             yield from iter_types(hint)
         yield from iter_types(get_args(hint))
-
-
-@pytest.mark.parametrize("settings", [Settings, JobSettings, SyncSettings, StackSettings])
-def test_help_explains_each_setting(settings: type) -> None:
-    _, _, described = (settings.__doc__ or "").partition("Attributes:\n")
-    fields = re.findall(r"^    (\w+) \(.+?\): (\w.*(?:\n {8}.*)*)", described, re.MULTILINE)
-    assert [name for name, _ in fields] == [*inspect.signature(settings).parameters]
-
-
-def test_help_names_units_and_defaults() -> None:
-    assert "slot_wait_s (float): Seconds for which" in Settings.__doc__
-    assert "Default: 300.0." in Settings.__doc__
-    assert "keep_weights (str): Retention policy of steps with weights only" in JobSettings.__doc__
-    assert "Default: 'last=2'." in JobSettings.__doc__
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:
