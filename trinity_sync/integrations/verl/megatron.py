@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
 from verl.utils.checkpoint.megatron_checkpoint_manager import (
     MegatronCheckpointManager as VerlMegatronCheckpointManager,
 )
@@ -172,9 +175,27 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         with self._resuming_from(folder):
             if committed:
                 with open_checked(*split_role_path(folder)) as opened, self._saving_shards():
+                    run_on_all_ranks(folder, lambda: self._require_fit(opened))
                     super().load_checkpoint(str(opened), None, False)
             else:
                 super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def _require_fit(self, opened: Path) -> None:
+        """Require that a step has the model's shapes: Megatron zeroes some before it compares."""
+        saved = opened / FOLDERS["model"]
+        if not (self.should_load_dist_ckpt_model and saved.is_dir()):
+            return
+        known = FileSystemReader(saved).read_metadata().state_dict_metadata
+        model = self._build_model_sharded_state_dict(self._load_content_metadata(str(saved)))
+        for each in nested_values(model):
+            if isinstance(each, ShardedTensor) and not each.allow_shape_mismatch:
+                size = getattr(known.get(each.key), "size", None)
+                if size is None or tuple(size) != tuple(each.global_shape):
+                    raise ConfigError(
+                        f"{saved} holds another model: {each.key} has the shape {size} there, and "
+                        f"{each.global_shape} here. Nothing was loaded; start from the model that "
+                        "was trained there"
+                    )
 
     def _build_optimizer_state_dict(
         self, model_sharded_state_dict: Any, metadata: Any, is_loading: bool = False
