@@ -14,7 +14,6 @@ from prefect.settings import PREFECT_API_URL
 from benchmarks.scale import asked_for, here
 from benchmarks.simulated import Job
 from trinity_sync.client.prefect_api import UNDER_WAY, PrefectApi
-from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration.quantities import RETENTION, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
 from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
@@ -36,7 +35,6 @@ class Questions:
         self._settings, self._root, self._step = Settings(), root, first_step
         self._loop = asyncio.new_event_loop()
         self._job = Job(root, self._settings.spool / "simulated", 1, 1)
-        self._trigger = SaveTrigger()
         self._client = self._run(get_client().__aenter__())
         self._api = PrefectApi(self._settings)
         self._sync = get_client(sync_client=True).__enter__()
@@ -61,8 +59,7 @@ class Questions:
         request = self._last = self._job.stage(self._step)
         self._step += 1
         began = time.perf_counter()
-        self._trigger.submit(request)
-        await self._trigger.send()
+        await self._api.create_flow_run(request.flow_run)
         run = await asked_for(self._client, request.key)
         await run_flow(here(save_step), flow_run=run, return_type="state")
         took = time.perf_counter() - began

@@ -1,37 +1,50 @@
-"""The process that commits the saves of all jobs of a spool that no stack commits.
+"""The process of a node that drives the saves of all jobs of a spool, or has their stack do so.
 
-Trainers with another umask or mount namespace have their own. Saves wait for a root that is away.
+Trainers with another umask, mount namespace or server have their own. Saves wait for a root that is
+away.
 
-The first save of a trainer starts ``python -m trinity_sync.saver SPOOL``, which works until no
-process saves there any more. The saves of a job without a stack are committed at once, and those of
-another one if no flow run has begun them in time. A flow run that begins nevertheless does no harm:
-one of the two commits, and the other finds that commit.
+The first save of a trainer starts ``python -m trinity_sync.saver SPOOL NAME``, which works until no
+process saves there any more. The saves of a job without a stack are committed at once. The flow
+runs of others are requested, and what none has begun in time is committed here. A flow run that
+begins nevertheless does no harm: one of the two commits, and the other finds that commit.
 """
 
+import asyncio
 import logging
+import math
 import os
 import select
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.client.save_trigger import SERVER, UNREQUESTED
 from trinity_sync.client.saver_control import lock_path, name_saver, read_served, wake_path
-from trinity_sync.errors import ConfigError, LockTimeoutError, RootAwayError, TrinitySyncError
+from trinity_sync.errors import (
+    ConfigError,
+    LockTimeoutError,
+    PrefectApiError,
+    RequestRefusedError,
+    RootAwayError,
+    TrinitySyncError,
+)
 from trinity_sync.fs.atomic import list_paths, replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_entry
-from trinity_sync.saves.pending_save import is_committed
+from trinity_sync.saves.pending_save import end_images, is_committed
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
+from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import has_running_functions
@@ -49,17 +62,86 @@ LINGER_S = 5.0
 """Seconds for which a saver without work outlives the last process that saves."""
 ANSWER_S = 1.0
 """Seconds for which the look at one job may delay those at others: its file system may hang."""
+BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds between attempts to request a flow run; the last value repeats."""
 SETTLE_S = 2.0
 """Age in seconds of a commit from which its slots are released if its process has not done so."""
+
+
+class FlowRunRequests:
+    """Requests flow runs, one after the other, each until the server takes it.
+
+    The idempotency key of a save makes all requests of it one flow run. ``refuse`` is called for
+    one that the server will never accept, with the reason.
+    """
+
+    def __init__(self, api: PrefectApi, refuse: Callable[[SaveRequest, str], None]) -> None:
+        self.api = api
+        self._refuse = refuse
+        self._wanted: dict[Path, Sequence[SaveRequest]] = {}
+        """Saves that wait, by the folder of their job in the spool."""
+        self._taken: set[str] = set()
+        """Request keys of those whose flow run was requested."""
+        self._runs = False
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+
+    def want(self, folder: Path, waiting: Sequence[SaveRequest]) -> None:
+        """Request the flow runs of the saves of a job that wait, and no longer those of others."""
+        with self._lock:
+            self._wanted[folder] = waiting
+            self._taken &= {each.key for saves in self._wanted.values() for each in saves}
+            if waiting and not self._runs:
+                threading.Thread(target=self._run, daemon=True).start()
+                self._runs = True
+        self._wake.set()
+
+    def _find_next(self) -> tuple[Path, SaveRequest] | None:
+        with self._lock:
+            found = ((folder, each) for folder, saves in self._wanted.items() for each in saves)
+            return next((each for each in found if each[1].key not in self._taken), None)
+
+    def _run(self) -> None:
+        """Request what is wanted, as long as the process lives."""
+        with asyncio.Runner() as runner:  # one loop, whose connection serves the next save too
+            failures = 0
+            while self._wake.wait():
+                self._wake.clear()
+                while found := self._find_next():
+                    folder, request = found
+                    try:
+                        runner.run(self.api.create_flow_run(request.flow_run))
+                    except RequestRefusedError as error:
+                        self._refuse(request, str(error))
+                    except Exception as error:  # whatever is wrong there, saves continue
+                        with suppress(OSError):  # it has gone, or shared memory is full
+                            replace_file(folder / UNREQUESTED, str(error), sync=False)
+                        time.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
+                        failures += 1
+                        continue
+                    failures = 0
+                    with self._lock:
+                        self._taken.add(request.key)
+                    with suppress(OSError):
+                        (folder / UNREQUESTED).unlink(missing_ok=True)
 
 
 class Saver:
     """The saver of a node's spool, which is a folder with one folder per job."""
 
-    def __init__(self, spool: Path, writing: NodeWriting, node: str = "") -> None:
+    def __init__(
+        self,
+        spool: Path,
+        writing: NodeWriting,
+        settings: Settings | None = None,
+        name: str = "",
+        api_url: str | None = None,
+    ) -> None:
         self._spool = spool
-        self._node = node
-        self._name = name_saver()
+        settings = settings or Settings()
+        self._node = settings.node
+        self._name = name or name_saver(api_url)
+        self._requests = FlowRunRequests(PrefectApi(settings, api_url), self._refuse)
         self._wake = wake_path(spool, self._name)
         self._writing = writing
         self._lock = threading.Lock()
@@ -158,6 +240,8 @@ class Saver:
             return
         waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
         due = waiting
+        if after_s:
+            self._request(job, waiting)
         if waiting and after_s:
             late = find_pending_saves(job, grace_s=after_s)
             due = [each for each in late if not _is_of_stack(job, each, after_s)]
@@ -165,7 +249,8 @@ class Saver:
             known = {*self._saves, *(each.key for each in waiting)}
         due = [*due, *_list_unfinished(job, known)]
         with self._lock:
-            self._waiting[job.folder] = any(each.key not in self._failed for each in waiting)
+            waits = any(each.key not in self._failed for each in waiting)
+            self._waiting[job.folder] = waits and after_s < math.inf
             new = [each for each in due if each.key not in {*self._saves, *self._failed}]
         for request in new:
             arguments = request, self._find_begun(job, request)
@@ -173,6 +258,23 @@ class Saver:
             with self._lock:
                 save.start()
                 self._saves[request.key] = save
+
+    def _request(self, job: JobSpool, waiting: Collection[SaveRequest]) -> None:
+        """Request the flow runs of saves that wait, on the node of rank 0; of its server alone."""
+        first = {image.ticket.save.key for image in job.tickets()[0] if not image.ticket.rank}
+        with self._lock:
+            known = {*self._saves, *self._failed}
+        wanted = [each for each in waiting if each.key in first or not each.components]
+        with suppress(OSError, PrefectApiError):  # the trainer will name another one
+            if (job.folder / SERVER).read_text() == self._requests.api.find_server().identity:
+                self._requests.want(job.folder, [each for each in wanted if each.key not in known])
+
+    def _refuse(self, request: SaveRequest, why: str) -> None:
+        """Fail a save whose flow run the server will never accept."""
+        append(request, "failed", why, patience_s=PATIENCE_S)
+        with self._lock:
+            self._failed.add(request.key)
+        end_images(JobSpool(self._spool / request.job), request, why)
 
     def _is_away(self, job: JobSpool) -> bool:
         """Return whether this process does not see a job's root, and tell the job's processes."""
@@ -193,6 +295,7 @@ class Saver:
 
     def _save(self, request: SaveRequest, over: Entry | None) -> None:
         """Save, in the place of what has begun it before."""
+        lower_thread_priority(self._writing.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
         why = over.message if over and over.state == "hidden" else ""
@@ -313,9 +416,8 @@ def main() -> None:
         stack = StackSettings()
     except ConfigError as error:  # the last line of the log is what trainers tell
         sys.exit(" ".join(str(error).split()))
-    os.nice(stack.worker.nice)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts one for each core otherwise
-    Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings().node).run()
+    Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings(), *sys.argv[2:]).run()
 
 
 if __name__ == "__main__":

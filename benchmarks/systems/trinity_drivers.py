@@ -100,9 +100,9 @@ class WithSaver(Coordinated):
 
 def list_savers(spool: Path) -> list[int]:
     """Return the processes of the savers of a spool."""
-    ending = ["trinity_sync.saver", str(spool)]
+    words = ["trinity_sync.saver", str(spool)]
     processes = psutil.process_iter(["cmdline"])
-    return [each.pid for each in processes if (each.info["cmdline"] or [])[-2:] == ending]
+    return [each.pid for each in processes if (each.info["cmdline"] or [])[2:4] == words]
 
 
 class PrefectOverlapped(WithPrefect):

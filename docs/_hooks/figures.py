@@ -99,7 +99,7 @@ def swimlane() -> str:
     begin = stall + found["orchestration", "trinity_sync + Prefect", "first task"]
     lanes = [
         ("training thread", [(0, stall, "stall", "stop"), (stall, 1.0, "training", "go")]),
-        ("rank 0's thread", [(stall, stall + 0.02, "request", "work")]),
+        ("saver", [(stall, stall + 0.02, "request", "work")]),
         ("server, worker", [(stall + 0.02, begin, "start of the run", "work")]),
         ("Ray tasks", [(begin, durable - 0.04, "write, digest, sync", "work")]),
         ("commit task", [(durable - 0.04, durable, "commit", "work")]),

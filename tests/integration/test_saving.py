@@ -79,7 +79,7 @@ def test_a_save_is_a_flow_run_that_can_be_read_in_the_ui(
 
 
 TRAINER = """
-import sys
+import contextlib, os, sys
 STACK = {"prefect", "fastapi", "sqlalchemy", "alembic", "typer", "rich", "ray"}
 class Refuses:
     def find_spec(self, name, path=None, target=None):
@@ -96,13 +96,19 @@ for rank in ranks:
     rank.save(1, {"model": {"w": torch.ones(3)}})
 for rank in reversed(ranks):
     rank.wait_all(90)
+for rank in reversed(ranks):
+    for fd in os.listdir("/proc/self/fd"):  # of a connection, or an event loop
+        with contextlib.suppress(FileNotFoundError):
+            kept = os.readlink(f"/proc/self/fd/{fd}")
+            assert not kept.startswith(("socket:", "anon_inode:[eventpoll]")), kept
     rank.close()
+assert "httpx" not in sys.modules
 assert not STACK & sys.modules.keys()
 print(*(len(rank.commit_seconds) for rank in ranks))
 """
 
 
-def test_a_trainer_saves_where_nothing_of_the_stack_can_be_imported(
+def test_a_trainer_on_a_stack_needs_no_package_of_it_no_event_loop_and_no_connection(
     stack: StackState, root: Path
 ) -> None:
     done = subprocess.run(

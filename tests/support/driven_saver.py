@@ -113,7 +113,7 @@ class DrivenSaver(Saver):
         attempts: dict[str, Attempt],
         before_commit: Callable[[SaveRequest], None],
     ) -> None:
-        super().__init__(spool, NodeWriting())
+        super().__init__(spool, NodeWriting(nice=0))
         self._before_commit = before_commit
         self._attempts = attempts
         self._threads: list[tuple[threading.Thread, Attempt]] = []

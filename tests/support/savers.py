@@ -30,7 +30,7 @@ for step in (start + 1, start + 2):
     if step > 1 and "saver dies" in sys.argv:
         saves.wait_all(60)
         for saver in psutil.process_iter(["cmdline"]):
-            if (saver.info["cmdline"] or [""])[-1] == str(saves.settings.spool):
+            if (saver.info["cmdline"] or [""])[3:4] == [str(saves.settings.spool)]:
                 saver.kill()
                 saver.wait()
     saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}})
@@ -54,7 +54,7 @@ def savers_of(spool: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if line[-2:] == ["trinity_sync.saver", str(spool)]:
+        if line[2:4] == ["trinity_sync.saver", str(spool)]:
             found.append(process)
     return found
 
@@ -62,7 +62,7 @@ def savers_of(spool: Path) -> list[psutil.Process]:
 def await_reaching() -> None:
     """Wait for threads that reach for a saver: they would start one, or keep it."""
     for thread in threading.enumerate():
-        if thread.name == "save-trigger":  # it may wait until its saver serves
+        if thread.name == "commit-watcher":  # it may wait until its saver serves
             thread.join(10)
 
 

@@ -1,18 +1,17 @@
-"""Request the flow runs of saves, and follow each save until it is committed or has failed.
+"""Have the saver drive saves, and follow each save until it is committed or has failed.
 
 The manifest in the root tells that a save is committed, the journal in the root that it failed
-(`journal`); no process queries the server. Rank 0 has a thread that requests the flow runs and
-reads the root, so a failure is in its log seconds later. The other ranks have no standing thread:
-they read the root while `wait_all` waits, or once many saves are pending.
+(`journal`); no process queries the server. Rank 0 has a thread that wakes the saver and reads the
+root, so a failure is in its log seconds later. The other ranks have no standing thread: they read
+the root while `wait_all` waits, or once many saves are pending.
 
-The thread runs an event loop in which requests are a task. Reading the root blocks the loop, and
-with it the requests. While that takes long, nothing could be committed either: the file system
-hangs, or its commit lock is held.
+Reading the root blocks the thread. While that takes long, nothing could be committed either: the
+file system hangs, or its commit lock is held.
 """
 
-import asyncio
 import logging
 import math
+import queue
 import threading
 import time
 import weakref
@@ -21,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trinity_sync.client.run_context import RunContext
-from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import (
     FormatError,
     SaveError,
@@ -58,7 +57,7 @@ MANY = 64
 
 
 class CommitWatcher:
-    """Requests and follows the saves of one process until each is committed or has failed.
+    """Follows the saves of one process until each is committed or has failed.
 
     With ``run``, the thread of rank 0 also notices that a later run supersedes this one.
     """
@@ -99,10 +98,9 @@ class CommitWatcher:
         """Number of pending saves at which the next short thread starts."""
         self._sweeps = False
         self._end_at = math.inf
-        """When unsent requests are dropped (monotonic)."""
+        """When nothing more is done (monotonic)."""
         self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake = asyncio.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a signal's handler may wake too
         self._care_at = 0.0
 
     def follow(
@@ -115,8 +113,8 @@ class CommitWatcher:
     ) -> None:
         """Follow a save, and the export of a role's model if one is named; return at once.
 
-        This process requests the flow run only with ``submit``. ``images`` are the random names of
-        its images, all of which have to be part of the commit.
+        This process wakes the saver only with ``submit``. ``images`` are the random names of its
+        images, all of which have to be part of the commit.
         """
         if submit:
             self._trigger.submit(request)
@@ -260,12 +258,13 @@ class CommitWatcher:
             self._wake_up()
 
     def close(self, timeout: float = 0.0) -> None:
-        """Stop following saves; allow unsent requests at most ``timeout`` seconds."""
+        """Stop following saves; wake the saver for them within ``timeout`` seconds at most."""
         self.end_at_most(timeout)
         with self._lock:
             thread = self._thread
         if thread is not None:
             thread.join(timeout + 1)  # a file system that hangs may keep it
+        self._trigger.close()
         with self._lock:
             self._end_at = -math.inf
             self._changed.notify_all()  # ends `wait`
@@ -297,75 +296,39 @@ class CommitWatcher:
         self._wake_up()
 
     def _wake_up(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._wake.set)
+        if self._thread is not None:
+            self._wake.put(None)
 
     def _run_thread(self) -> None:
-        """Run the event loop until no work is left; continue after errors, or `wait` would hang."""
+        """Work until nothing is left; continue after errors, or `wait` would hang."""
         ended = False
         while not ended:
             try:
-                asyncio.run(self._run())
+                while self._has_work:
+                    self._work()
             except Exception:  # such as no file descriptor left
                 logger.exception("Cannot follow the saves in %s, will retry", self._spool.folder)
                 time.sleep(RETRY_S)
             with self._lock:
-                ended = self._thread is not threading.current_thread()
+                if ended := not self._has_work:
+                    self._thread = None
 
-    async def _run(self) -> None:
-        self._wake = asyncio.Event()
-        with self._lock:
-            self._loop = asyncio.get_running_loop()
-        ended = False
-        try:
-            while not ended:
-                await self._work()
-                with self._lock:
-                    if ended := not self._has_work:
-                        self._thread = self._loop = None
-        finally:
-            if not ended:  # an error
-                with self._lock:
-                    self._loop = None
-
-    async def _work(self) -> None:
-        """Request flow runs and follow saves until no work is left."""
-        loop = asyncio.get_running_loop()
-        sending: asyncio.Task[None] | None = None
-        caring: asyncio.Task[None] | None = None
-        try:
-            while self._has_work:
-                self._wake.clear()
-                for task in (sending, caring):
-                    if task is not None and task.done():
-                        task.result()  # raises its error
-                if self._trigger.has_unsent and (sending is None or sending.done()):
-                    sending = loop.create_task(self._trigger.send())
-                    sending.add_done_callback(lambda _: self._wake.set())
-                if (caring is None or caring.done()) and self._next_care_at() <= time.monotonic():
-                    caring = loop.create_task(self._care())
-                    caring.add_done_callback(lambda _: self._wake.set())
-                await asyncio.sleep(0)  # requests go out before the root is looked at
-                self._look()
-                moments = [save.look_at for save in self._list_pending()]
-                if self._own_run:
-                    moments.append(self._watch_at)
-                if caring is None or caring.done():
-                    moments.append(self._next_care_at())
-                if self._has_work:
-                    await self._pause(min(moments, default=math.inf))
-        finally:
-            for task in (sending, caring):
-                if task is not None:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-            await self._trigger.disconnect()
-
-    async def _pause(self, until: float) -> None:
-        until = min(until, self._end_at)
-        seconds = None if until == math.inf else max(0.0, until - time.monotonic())
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
+    def _work(self) -> None:
+        """Wake the saver for new saves, look at those that are due, and wait for the next."""
+        while not self._wake.empty():
+            self._wake.get()
+        if self._trigger.has_unsent:
+            self._trigger.send()
+        self._look()
+        if self._next_care_at() <= time.monotonic():
+            self._care()
+        moments = [save.look_at for save in self._list_pending()]
+        if self._own_run:
+            moments.append(self._watch_at)
+        until = min(*moments, self._next_care_at(), self._end_at)
+        if self._has_work:
+            with suppress(queue.Empty):
+                self._wake.get(timeout=min(max(0.0, until - time.monotonic()), 3600.0))
 
     def _list_pending(self) -> list[PendingSave]:
         with self._lock:
@@ -467,14 +430,16 @@ class CommitWatcher:
         due = [save.since + CARE_S for save in self._list_pending()]
         return max(min(due, default=math.inf), self._care_at)
 
-    async def _care(self) -> None:
+    def _care(self) -> None:
         """End saves that nothing will commit, and tell the other ranks why."""
         self._care_at = time.monotonic() + CARE_S
         saves = self._list_pending()
         journal = self._read_journal(saves[0].request)
         begun = {save.request.key for save in saves if journal.find(save.request.key)}
         requests = [save.request for save in saves]
-        found = await run_in_thread(self._trigger.find_failures, requests, begun)
+        found = self._trigger.find_failures(requests, begun)
+        if self._leads:
+            self._trigger.warn_of_server(self._spool)
         journal = self._read_journal(saves[0].request)
         for save in saves:
             request, known = save.request, journal.find(save.request.key)

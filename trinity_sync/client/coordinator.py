@@ -1,11 +1,14 @@
 """`CheckpointCoordinator`, which a trainer saves and loads with."""
 
+import asyncio
 import os
 import signal
+import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +31,7 @@ from trinity_sync.client.preemption import (
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.save_submitter import SaveSubmitter, select_own
-from trinity_sync.client.save_trigger import SaveTrigger, run_in_thread
+from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.savers import NOTHING_STAGED, CallableSaver, DcpFolders, StateSaver
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
@@ -969,7 +972,7 @@ class CheckpointCoordinator:
                     self._submitter.submit_callables(step, kind, expected)
                     self._states.has_saved = True
 
-        await run_in_thread(submit)
+        await _run_in_thread(submit)
 
     # ------------------------------------------------------------ preemption
 
@@ -1121,6 +1124,33 @@ class CheckpointCoordinator:
             run = self._run.number
             return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
         return ()
+
+
+async def _run_in_thread(function: Callable[[], None]) -> None:
+    """Do as ``asyncio.to_thread``, also once the program has ended but for other threads of it.
+
+    From then on executors take no work. A task that is cancelled ends when the function does.
+    """
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()
+    thread = threading.Thread(target=run, name="submit", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts none at its end
+        run()
+        return future.result()
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        thread.join()
 
 
 def _end_watcher(watcher: CommitWatcher, process: int) -> None:

@@ -1,36 +1,22 @@
-"""Request the flow runs of saves, off the training thread.
+"""Have the saver of this node drive saves, and find those that nothing will commit.
 
-While the server cannot be reached, the sealed images wait in the spool, the request is retried, and
-the node's worker looks for the images as well. The idempotency key of a save makes all of these
-requests one flow run. A save whose images were evicted meanwhile gets no flow run: it has failed.
-
-The saver commits what no flow run has begun in time, and everything where no stack is known. It is
-started before each save, so it outlives trainer and server.
+The saver requests the flow runs of saves, and commits what none has begun in time, and everything
+where no stack is known. It is started before each save, so it outlives trainer and server. A save
+whose images were evicted before it was begun has failed.
 """
 
-import asyncio
-import itertools
 import logging
 import math
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.client.saver_control import SaverControl
-from trinity_sync.errors import (
-    PrefectApiError,
-    RequestRefusedError,
-    SaveError,
-    TicketError,
-    TrinitySyncError,
-)
+from trinity_sync.errors import PrefectApiError, SaveError, TicketError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
@@ -45,93 +31,67 @@ from trinity_sync.storage.save_timing import refuse_removed
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
-
 SERVER = "server"
 """File in the folder of a job in the spool with the URL of the server that its trainer uses."""
-BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds between attempts to request a flow run; the last value repeats."""
+UNREQUESTED = "unrequested"
+"""File next to it that says why flow runs cannot be requested now; its saver writes it."""
 CHECK_S = 5.0
 """Seconds to wait for the server's answer in `SaveTrigger.require_stack`."""
 
 
-async def run_in_thread(function: Callable[..., R], *args: object) -> R:
-    """Do as ``asyncio.to_thread``, also once the program has ended but for other threads of it.
-
-    From then on executors take no work. A task that is cancelled ends when the function does.
-    """
-    future: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    future.set_running_or_notify_cancel()
-    thread = threading.Thread(target=run, name="save-trigger", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # Python 3.12 starts none at its end
-        run()
-        return future.result()
-    try:
-        return await asyncio.wrap_future(future)
-    finally:
-        thread.join()
-
-
 class SaveTrigger:
-    """Requests the flow runs of saves; arguments as of `PrefectApi`.
+    """Has the saver of this node drive saves; arguments as of `PrefectApi`.
 
-    `submit` may be called by any thread. The coroutines run in the event loop of `CommitWatcher`.
+    `submit` may be called by any thread; `send` and `find_failures` are those of `CommitWatcher`.
     """
 
     def __init__(self, settings: Settings | None = None, api_url: str | None = None) -> None:
         self._settings = settings or Settings()
         self._api_url = api_url
-        self._api = PrefectApi(self._settings, api_url)
-        self._saver = SaverControl(self._settings.spool, self._settings.home)
+        self._saver = SaverControl(self._settings.spool, self._settings.home, api_url)
         self._after_s: float | None = None
         """Seconds after which the saver of this node commits what no flow run has begun: 0 if it
-        commits all saves, and none is requested; None if it commits none."""
-        self._server = ""
-        """Identity of the server; empty without one."""
+        commits all saves, and requests no flow run; infinite if it only requests them; None if it
+        does neither, because no stack is known to which all saves are left."""
+        self._server = self._lacks_server = ""
+        """Identity of the server, empty without one; and why none is known."""
         self._hurry_s = math.inf
         """As `hurry`, until the next `begin`."""
         self._has_begun = False
         """Whether a server was looked for."""
         self._lacks_saver = False
         """Whether it was logged that the saver cannot be started."""
-        self._unsent: deque[tuple[SaveRequest, float]] = deque()
-        """Requests, and when they were submitted (monotonic)."""
-        self._away = False
-        self._refused: dict[str, str] = {}
-        """Why saves cannot be requested, by request key."""
+        self._unrequested = ""
+        """Why flow runs cannot be requested, as it was logged last."""
+        self._unsent: deque[SaveRequest] = deque()
+        """Saves for which the saver was not woken yet."""
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
         """Log a warning if nothing would commit the saves of a root, which wait in its spool."""
         self._find_stack()
-        if self._after_s is not None:
-            if not self._after_s:
-                logger.info("No stack: the saver of this node commits the saves of %s", root)
-            return
-        try:
-            self._api.find_server()
-        except PrefectApiError as error:
+        if self._after_s is None:
             logger.warning(
-                "%s. Until then saves of %s wait in %s and are not committed", error, root, spool
+                "%s. Until then saves of %s wait in %s and are not committed",
+                self._lacks_server,
+                root,
+                spool,
             )
+        elif not self._after_s:
+            logger.info("No stack: the saver of this node commits the saves of %s", root)
 
     def _find_stack(self) -> None:
-        """Look for a server, which decides what the saver of this node commits."""
-        self._server = ""
-        with suppress(PrefectApiError):
-            self._server = self._api.find_server().identity
+        """Look for a server, which decides what the saver of this node does; ask it nothing."""
+        self._server = self._lacks_server = ""
+        try:
+            self._server = find_server(self._settings.home, self._api_url).identity
+        except PrefectApiError as error:
+            self._lacks_server = str(error)
         if self._settings.saver == "auto":
             self._after_s = self._settings.saver_after_s if self._server else 0.0
+        elif self._settings.saver == "stack":
+            self._after_s = math.inf if self._server else None
         else:
-            self._after_s = 0.0 if self._settings.saver == "built-in" else None
+            self._after_s = 0.0
 
     def begin(self, job: str, *, again: bool = False) -> None:
         """Start the saver, if it is needed: a save of a job that follows outlives this process.
@@ -156,9 +116,9 @@ class SaveTrigger:
         With 0 seconds the saver commits everything from now on: the stack cannot reach this node's
         memory. Return False if the saver commits nothing.
         """
-        self._hurry_s = min(self._hurry_s, after_s)
-        if self._after_s is None:
+        if self._after_s is None or self._settings.saver == "stack":
             return False
+        self._hurry_s = min(self._hurry_s, after_s)
         self._prepare(job)
         return True
 
@@ -168,9 +128,7 @@ class SaveTrigger:
             path = self._settings.spool / job / SERVER
             if not path.exists() or path.read_text() != self._server:
                 replace_file(path, self._server, sync=False)
-        if self._after_s is None:
-            self._saver.release(job)
-        else:
+        if self._after_s is not None:
             after_s = min(self._after_s, self._hurry_s)
             self._reach_saver(partial(self._saver.serve, job, after_s))
 
@@ -194,40 +152,23 @@ class SaveTrigger:
         ask_server(self._settings, PrefectApi.require_deployment, self._api_url, answer_s=CHECK_S)
 
     def submit(self, request: SaveRequest) -> None:
-        """Queue the request of a save for the next `send`."""
-        self._unsent.append((request, time.monotonic()))
+        """Have the next `send` wake the saver for a save, whose images are sealed."""
+        self._unsent.append(request)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there are requests that the server has not taken yet."""
+        """Whether there are saves for which the saver was not woken yet."""
         return bool(self._unsent)
 
-    async def send(self) -> None:
-        """Request the flow runs of all submitted saves; retry each until the server takes it."""
+    def send(self) -> None:
+        """Wake the saver for all submitted saves, and wait until it serves."""
         while self._unsent:
-            request, since = self._unsent[0]
-            for attempt in itertools.count():
-                if time.monotonic() - since > BACK_OFF_S[0] and self._find_lost([request]):
-                    break
-                try:
-                    await run_in_thread(self._find_stack)
-                    await run_in_thread(self._prepare, request.job)
-                    if self._after_s != 0:
-                        await self._api.create_flow_run(request.flow_run)
-                    if self._after_s is not None:
-                        await run_in_thread(self._reach_saver, self._saver.connect)
-                except (RequestRefusedError, SaveError) as error:
-                    self._refused[request.key] = str(error)
-                    break
-                except Exception as error:  # whatever is wrong there, training continues
-                    self._warn(request, error)
-                    await asyncio.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
-                else:
-                    if self._away:
-                        logger.warning("The Prefect server answers again; waiting saves continue")
-                    self._away = False
-                    break
-            self._unsent.popleft()
+            request = self._unsent.popleft()
+            self._find_stack()
+            with suppress(SaveError):  # `find_failures` tells it
+                self._prepare(request.job)
+                if self._after_s is not None:
+                    self._reach_saver(self._saver.connect)
 
     def find_failures(
         self, requests: Sequence[SaveRequest], begun: Collection[str]
@@ -245,16 +186,22 @@ class SaveTrigger:
                 self._reach_saver(self._saver.wake)
             except SaveError as error:
                 found = {each.key: str(error) for each in requests}
-        refused = {
-            each.key: self._refused[each.key]
-            for each in requests
-            if each.key in self._refused and each.key not in begun
-        }
-        return found | self._find_lost(requests, begun) | refused
+        return found | self._find_lost(requests, begun)
 
-    async def disconnect(self) -> None:
-        """Close the connections to the server, before the event loop ends."""
-        await self._api.close()
+    def warn_of_server(self, spool: JobSpool) -> None:
+        """Log why flow runs of saves cannot be requested, as the saver says."""
+        why = ""
+        with suppress(OSError):
+            why = (spool.folder / UNREQUESTED).read_text()
+        if why and why != self._unrequested:
+            logger.warning(
+                "Saves wait in %s, retrying the requests of their flow runs: %s", spool.folder, why
+            )
+        self._unrequested = why
+
+    def close(self) -> None:
+        """Let the saver end once it has committed what was submitted."""
+        self._saver.close()
 
     def _find_lost(
         self, requests: Sequence[SaveRequest], begun: Collection[str] = ()
@@ -313,16 +260,3 @@ class SaveTrigger:
                 "intervals, or see: trinity-sync status"
             )
         return found
-
-    def _warn(self, request: SaveRequest, error: Exception) -> None:
-        if not self._away:
-            self._away = True
-            after_s = self._after_s
-            logger.warning(
-                "%s of %s waits in the spool; %sretrying the request of its flow run until the "
-                "server takes it: %s",
-                request.run_name,
-                request.root,
-                f"the saver commits it after {after_s:g} s. Still " if after_s else "",
-                error,
-            )

@@ -1,17 +1,19 @@
-"""Start and wake the saver: the process of this node that commits saves that no stack commits.
+"""Start and wake the saver: the process of this node that drives saves, or has the stack do so.
 
 ::
 
     spool/saver-NAME.lock   locked by the saver of this spool with that name: `name_saver`
     spool/saver-NAME.wake   a pipe that it reads; a process that saves keeps it open for writing
     spool/JOB/saver         in the folder of each job that a saver serves: the seconds for which it
-                            leaves a save to the job's stack, and its name
+                            leaves a save to the job's stack, for which it requests the flow run,
+                            and its name
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.
 """
 
 import errno
+import hashlib
 import logging
 import os
 import select
@@ -43,6 +45,8 @@ killed, or started before what is wrong was repaired."""
 _BLOCKED = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 """Signals that a scheduler sends to all processes of a job, some time before it kills them. The
 saver uses the time to commit."""
+_OF_SERVER = "PREFECT_API_", "PREFECT_CLIENT_", "SSL_CERT_FILE"
+"""Beginnings of the names of variables that say how to connect to the server."""
 _DEAD = {errno.ENXIO, errno.EPIPE, errno.ENOENT}
 """Errors of a pipe that no saver reads."""
 
@@ -53,11 +57,14 @@ class SaverControl:
     Args:
         spool: the node's spool, with one folder per job.
         home: folder of the saver's log; the spool, if it cannot be written.
+        api_url: as of `PrefectApi`.
     """
 
-    def __init__(self, spool: Path, home: Path) -> None:
+    def __init__(self, spool: Path, home: Path, api_url: str | None = None) -> None:
         self._spool = spool
-        self._name = name_saver()
+        self._home = home
+        self._api_url = api_url
+        self._name = name_saver(api_url)
         self._log = home / LOG
         self._pipe = -1
         self._started: subprocess.Popen[bytes] | None = None
@@ -74,6 +81,10 @@ class SaverControl:
             SaveError: as `wake`.
         """
         path = self._spool / job / SERVED
+        with self._lock:
+            if (name := name_saver(self._api_url)) != self._name:  # another server was named since
+                self.close()
+                self._name, self._started = name, None
         with suppress(OSError):  # it has no images, or shared memory is full: nothing is staged
             served = f"{after_s} {self._name}"
             if not path.exists() or path.read_bytes() != served.encode():
@@ -119,7 +130,7 @@ class SaverControl:
             except BlockingIOError:
                 return  # it has been told often enough
             except OSError as error:
-                self._close()
+                self.close()
                 if error.errno not in _DEAD:
                     raise SaveError(
                         f"the saver cannot be reached ({error}); repair that and save again, or "
@@ -138,17 +149,11 @@ class SaverControl:
             self.wake()
             time.sleep(0.02)
 
-    def release(self, job: str) -> None:
-        """Have the saver no longer serve a job, whose saves a stack commits from now on."""
-        with self._lock:
-            self._close()
-            with suppress(OSError):  # it serves it as long as it lives
-                (self._spool / job / SERVED).unlink(missing_ok=True)
+    def __del__(self) -> None:
+        self.close()
 
-    def __del__(self) -> None:  # the saver may end, once it has committed what was submitted
-        self._close()
-
-    def _close(self, close: Callable[[int], None] = os.close) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
+        """Let the saver end once it has committed what was submitted, until the next `wake`."""
         pipe, self._pipe = self._pipe, -1
         if pipe >= 0:
             close(pipe)  # at the end of the interpreter there is no module os any longer
@@ -173,20 +178,22 @@ class SaverControl:
                 "interpreter of this environment, or run: trinity-sync up"
             )
         self._starts += 1
+        arguments = str(self._spool.absolute()), self._name, self._api_url or ""
+        home = str(self._home.absolute())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # inherited
         try:
             make_own_folder(self._spool)
             with self._open_log() as log:
                 self._log_nbytes = log.seek(0, os.SEEK_END)
                 self._started = subprocess.Popen(
-                    [sys.executable, "-m", "trinity_sync.saver", str(self._spool.absolute())],
+                    [sys.executable, "-m", "trinity_sync.saver", *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd="/",  # neither a tasks.py of the user's nor a folder that goes
                     umask=int(self._name[:3], 8),  # which its files have
                     start_new_session=True,  # a signal to the trainer's group is not for it
-                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                    env={**os.environ, "PYTHONSAFEPATH": "1", "TRINITY_SYNC_HOME": home},
                 )
         except (OSError, SpoolError) as error:
             raise SaveError(
@@ -216,9 +223,14 @@ class SaverControl:
             return self._log.open("ab")
 
 
-def name_saver() -> str:
-    """Return the name of the saver of processes with this one's umask and mount namespace."""
-    return f"{read_umask():03o}-{Path('/proc/self/ns/mnt').stat().st_ino}"
+def name_saver(api_url: str | None = None) -> str:
+    """Return the name of the saver of processes with this one's umask, mount namespace and server.
+
+    The server is the one that ``api_url`` or the environment names, with its password.
+    """
+    named = {name: value for name, value in os.environ.items() if name.startswith(_OF_SERVER)}
+    digest = hashlib.sha256(repr((api_url, sorted(named.items()))).encode()).hexdigest()[:8]
+    return f"{read_umask():03o}-{Path('/proc/self/ns/mnt').stat().st_ino}-{digest}"
 
 
 def lock_path(spool: Path, name: str) -> Path:

@@ -207,7 +207,7 @@ class Settings(_ReadSettings):
     saver: Literal["auto", "stack", "built-in"] = "auto"
     """What commits saves: flow runs of the ``stack``; or the ``built-in`` saver, a process that the
     first save starts on each node. With ``auto``, the stack if one is known, and the saver what it
-    does not begin in ``saver_after_s``; otherwise the saver."""
+    does not begin in ``saver_after_s``; otherwise the saver. It also requests the flow runs."""
 
     saver_after_s: float = Field(default=30.0, gt=0)
     """Seconds after which the saver commits what a stack has not begun, or no longer writes: no

@@ -3,9 +3,9 @@
 What is written, and how it is committed, is what the flow's tasks call.
 """
 
-import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -55,10 +55,12 @@ class CommitsHere(SaveTrigger):
             finally:
                 self._requests.task_done()
 
-    async def disconnect(self) -> None:
+    def close(self) -> None:
         """Closing the coordinator waits: what the test removes then is not worked on."""
-        await asyncio.to_thread(self.finish)
-        await super().disconnect()
+        until = time.monotonic() + 10
+        while self._requests.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.01)
+        super().close()
 
     def finish(self) -> None:
         """Also wait for what follows a commit: its slots are free then, and old steps pruned."""

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +27,7 @@ from tests.support.forked import get_context
 from tests.support.job import Job
 from tests.support.meanwhile import fail_to_read
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
+from tests.support.savers import await_that, end_savers
 from tests.unit.conftest import Open
 from trinity_sync.client import commit_watcher
 from trinity_sync.client.commit_watcher import CommitWatcher
@@ -44,7 +45,6 @@ from trinity_sync.saves.pending_save import PendingSave
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
-from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import Manifest, is_committed, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
@@ -58,6 +58,11 @@ CARE_S = 0.4
 
 
 @pytest.fixture
+def settings(spool_folder: Path, tmp_path: Path) -> Settings:
+    return Settings(spool=spool_folder, home=tmp_path / "home", saver="stack")
+
+
+@pytest.fixture
 def looks_soon_for_what_nothing_will_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity_sync.client.commit_watcher.CARE_S", CARE_S)
 
@@ -66,7 +71,7 @@ def test_an_error_of_the_file_system_ends_no_watcher(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.commit_states(4, {"model": {"w": torch.zeros(3)}})
-    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher = CommitWatcher(SaveTrigger(Settings()), job.spool)
     request = job.request(4)
     with caplog.at_level(logging.WARNING):
         with monkeypatch.context() as disk:
@@ -92,7 +97,7 @@ def test_images_that_join_a_save_in_the_instant_it_ends_are_followed(job: Job) -
     joined = threading.Event()
     job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     request = job.request(4)
-    watcher = Joined(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher = Joined(SaveTrigger(Settings()), job.spool)
     watcher.follow(request)
     assert joined.wait(30)
     with pytest.raises(SaveTimeoutError, match="step4"):  # that image is not part of the commit
@@ -100,11 +105,9 @@ def test_images_that_join_a_save_in_the_instant_it_ends_are_followed(job: Job) -
     watcher.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of half a loop
-@pytest.mark.filterwarnings("ignore:coroutine 'CommitWatcher._run' was never awaited")
 def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -> None:
     job.commit_states(4, {"model": {"w": torch.zeros(3)}})
-    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher = CommitWatcher(SaveTrigger(Settings()), job.spool)
     request = job.request(4)
     with no_file_opens():
         watcher.follow(request)
@@ -112,12 +115,11 @@ def test_a_process_that_ran_out_of_files_goes_on_to_follow_its_saves(job: Job) -
             watcher.wait(time.monotonic() + 0.5)
     assert watcher.wait(time.monotonic() + 30) == []
     watcher.close()
-    gc.collect()  # what asyncio could not make warns within this test
 
 
 def test_no_call_waits_for_a_watcher_that_is_closed(job: Job) -> None:
     job.stage(4, {"model": {"w": torch.zeros(3)}})
-    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher = CommitWatcher(SaveTrigger(Settings()), job.spool)
     watcher.follow(job.request(4))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(watcher.wait, None)
@@ -136,7 +138,7 @@ def test_a_long_wait_is_reported_once_with_its_save(
 ) -> None:
     monkeypatch.setattr("trinity_sync.client.commit_watcher.SAY_S", 0.1)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
-    watcher = CommitWatcher(SaveTrigger(Settings(), "http://127.0.0.1:9/api"), job.spool)
+    watcher = CommitWatcher(SaveTrigger(Settings()), job.spool)
     watcher.follow(job.request(4))
     with caplog.at_level(logging.WARNING), pytest.raises(SaveTimeoutError):
         watcher.wait(time.monotonic() + 0.5)
@@ -150,27 +152,6 @@ def requests_in(root: Path, steps: Iterable[int], **other: Any) -> list[SaveRequ
     return [
         SaveRequest(root=str(root), step=step, run=1, identity=identity, **other) for step in steps
     ]
-
-
-@pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
-def test_no_server_is_asked_how_saves_ended(job: Job) -> None:
-    asked: list[tuple[str, str]] = []
-    requests = requests_in(job.root, range(20))
-    for request in requests:
-        job.stage(request.step, {"model": {"w": torch.zeros(3)}}, rank=request.step)
-        append(request, "pending")
-    with server({}, asked=asked) as url:
-        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
-        watcher = CommitWatcher(trigger, job.spool)
-        for request in requests:
-            watcher.follow(request)
-        with pytest.raises(SaveTimeoutError):
-            watcher.wait(time.monotonic() + 2 * CARE_S)
-        for request in requests:
-            append(request, "failed", "the disk is full")
-        assert len(watcher.wait(time.monotonic() + 30)) == 20
-        watcher.close()
-    assert asked == []
 
 
 class Quiet(SaveTrigger):
@@ -248,14 +229,14 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
     watcher.close()
 
 
-def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -> None:
-    deployment, flow = str(uuid4()), str(uuid4())
-    run = {"id": str(uuid4()), "flow_id": flow, "name": "save"}
+def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(
+    job: Job, settings: Settings
+) -> None:
+    deployment = str(uuid4())
+    run = {"id": str(uuid4()), "flow_id": str(uuid4()), "name": "save"}
     asked: list[tuple[str, str]] = []
     by_name = "/deployments/name/save-step/save-step"
     answers = {
-        "/admin/version": (200, '"3.8.8"'),
-        "/flow_runs/filter": (200, "[]"),
         by_name: (500, "{}"),
         f"/deployments/{deployment}/create_flow_run": (201, json.dumps(run)),
     }
@@ -265,25 +246,20 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(job: Job) -
         bodies = [json.loads(body) for path, body in asked if path.endswith("create_flow_run")]
         return [body["parameters"]["request"]["step"] for body in bodies]
 
-    def await_that(what: Callable[[], bool]) -> None:
-        while not what():
-            with pytest.raises(SaveTimeoutError):
-                watcher.wait(time.monotonic() + 0.05)
-
     with server(answers, asked=asked) as url:
-        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
-        watcher = CommitWatcher(trigger, job.spool)
+        watcher = CommitWatcher(SaveTrigger(settings, url), job.spool)
         for request in requests:  # two slots: the later two evict the images of the first two
             job.stage(request.step, {"model": {"w": torch.zeros(3)}})
             watcher.follow(request, submit=True)
-        await_that(lambda: [path for path, _ in asked].count(by_name) > 1)  # the server is away
-        found = {"id": deployment, "name": "save-step", "flow_id": flow}
-        answers[by_name] = 200, json.dumps(found)
-        await_that(lambda: 4 in requested())
+        await_that(lambda: len(asked) > 1, "the saver asks the server, which is away")
+        assert not requested()
+        answers[by_name] = 200, json.dumps({"id": deployment})
+        await_that(lambda: len(requested()) == 2, "the saver requests two runs")
         for step in (3, 4):
             job.commit(step)
         failures = watcher.wait(time.monotonic() + 30)
         watcher.close()
+        end_savers(settings.spool)
     assert requested() == [3, 4]
     assert [("step 1" in each, "step 2" in each) for each in failures] == [
         (True, False),
@@ -506,21 +482,26 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
         assert "model of step 4, role actor, rank 0 is not saved" in failures[0]
 
 
-@pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
-def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(tmp_path: Path) -> None:
-    (request,) = requests_in(tmp_path, [4], components=())
+def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(
+    job: Job, settings: Settings
+) -> None:
+    request = job.request(4, components=("model",))
     answers = {"/deployments": (422, "{}")}
     with server(answers) as url:
-        watcher = CommitWatcher(SaveTrigger(Settings(), url), JobSpool(tmp_path))
+        watcher = CommitWatcher(SaveTrigger(settings, url), job.spool)
+        job.stage(4, {"model": {"w": torch.zeros(3)}})
         watcher.follow(request, submit=True)
         (failure,) = watcher.wait(time.monotonic() + 30)
         assert "refuses the request" in failure
+        assert all(image.failed for image in job.spool.tickets()[0])
         answers["/deployments"] = 201, json.dumps({"id": str(uuid4())})
         assert watcher.find_attempt(request.save).attempt == 2
+        job.stage(4, {"model": {"w": torch.zeros(3)}}, attempt=2)
         watcher.follow(request.model_copy(update={"attempt": 2}), submit=True)
         with pytest.raises(SaveTimeoutError):  # nothing commits it here
-            watcher.wait(time.monotonic() + 2 * CARE_S)
+            watcher.wait(time.monotonic() + 2)
         watcher.close()
+        end_savers(settings.spool)
 
 
 @pytest.mark.parametrize("changed", [False, True])

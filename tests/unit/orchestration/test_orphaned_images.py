@@ -155,7 +155,7 @@ def save_by_a_function_and_die(job: Job, spool: Path) -> None:
         from trinity_sync.client.save_trigger import SaveTrigger
         from trinity_sync.settings import Settings
         settings = Settings(spool=Path({str(spool)!r}))
-        away = SaveTrigger(settings, "http://127.0.0.1:9/api")
+        away = SaveTrigger(settings)
         saves = CheckpointCoordinator({str(job.root)!r}, settings=settings, trigger=away)
         def write():
             folder = Path({str(job.root)!r}) / "global_step_5/actor"

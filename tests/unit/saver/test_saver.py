@@ -43,6 +43,7 @@ from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
+from trinity_sync.saves import pending_save
 from trinity_sync.saves.journal import read_entry
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE
 from trinity_sync.storage.job_settings import write_job_settings
@@ -134,6 +135,7 @@ def test_a_save_of_an_unchanged_structure_calls_little_and_asks_nothing_of_the_r
     for step in (1, 2):
         saves.save(step, states)
         saves.wait_all(60)
+        await_that(lambda: not job.spool.tickets()[0], "the saver has released its slot")
     package, this = str(Path(saver_module.__file__).parent), threading.get_ident()
     called, asked = set[CodeType](), list[str]()
 
@@ -480,10 +482,7 @@ def test_weights_that_are_submitted_after_their_checkpoint_has_committed_are_tol
     assert load_states(job.root, 1, "actor")["model"]["w"].tolist() == [1, 1, 1]
 
 
-def test_a_save_by_functions_is_begun_at_the_first_look(
-    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SaverControl, "release", lambda *_: None)  # as a trainer does of a stack
+def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Settings) -> None:
     of_stack = settings.model_copy(update={"saver": "stack"})
     with CheckpointCoordinator(job.root, settings=of_stack) as saves:
         saves.save_async("other", lambda: None, 3)
@@ -535,9 +534,9 @@ def test_a_failure_is_told_although_shared_memory_is_full(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(pipeline, "await_node_shards", fail)
-    monkeypatch.setattr(pipeline, "mark_failed", is_full)
+    monkeypatch.setattr(pending_save, "mark_failed", is_full)
     request = job.request(1)
-    saver = Saver(settings.spool, NodeWriting())
+    saver = Saver(settings.spool, NodeWriting(nice=0))
     saver._saves[request.key] = threading.current_thread()
     saver._save(request, None)
     ended = read_entry(request)
@@ -609,7 +608,7 @@ def test_a_trainer_that_comes_as_the_saver_ends_keeps_it(
                 self._idle_until = 0
                 control.wake()
             else:
-                control.release("none")
+                control.close()
             return left[-1]
 
     Late(settings.spool, NodeWriting()).run()

@@ -15,7 +15,6 @@ from typing import IO, Any
 import pytest
 import torch
 
-from tests.support.answers import server
 from tests.support.dying import end_of
 from tests.support.job import Job
 from tests.unit.conftest import Open
@@ -36,8 +35,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 
-rank, root, spool, url, images = json.loads(sys.argv[1])
-trigger = SaveTrigger(Settings(spool=Path(spool).parent), url)
+rank, root, spool, images = json.loads(sys.argv[1])
+trigger = SaveTrigger(Settings(spool=Path(spool).parent))
 watcher = CommitWatcher(trigger, JobSpool(Path(spool)), rank=rank)
 save = {"root": root, "step": 4, "run": 1, "identity": read_identity(root)}
 request = SaveRequest(**save, components=["model"])
@@ -46,8 +45,7 @@ print("follows", flush=True)
 for line in sys.stdin:
     failures = watcher.wait(time.monotonic() + 60)
     seconds = list(watcher.commit_seconds.values())
-    asked = "httpx" in sys.modules
-    print(json.dumps({"failures": failures, "seconds": seconds, "asked": asked}), flush=True)
+    print(json.dumps({"failures": failures, "seconds": seconds}), flush=True)
 watcher.close()
 """
 ZEROS = {"model": {"w": torch.zeros(3)}}
@@ -76,8 +74,8 @@ class Rank:
 
 
 @contextmanager
-def rank_of(job: Job, rank: int, url: str, images: list[str] | None = None) -> Iterator[Rank]:
-    arguments = json.dumps([rank, str(job.root), str(job.spool.folder), url, images or []])
+def rank_of(job: Job, rank: int, images: list[str] | None = None) -> Iterator[Rank]:
+    arguments = json.dumps([rank, str(job.root), str(job.spool.folder), images or []])
     process = subprocess.Popen(
         [sys.executable, "-c", RANK, arguments],
         stdin=subprocess.PIPE,
@@ -124,23 +122,20 @@ def read(request: SaveRequest) -> Entry | None:
 
 
 @contextmanager
-def leader(job: Job, url: str) -> Iterator[CommitWatcher]:
-    trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), url)
+def leader(job: Job) -> Iterator[CommitWatcher]:
+    trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
     watcher = CommitWatcher(trigger, job.spool, rank=0)
     yield watcher
     watcher.close()
 
 
-def test_a_rank_sees_a_commit_in_the_root_and_asks_no_server(pair: Job) -> None:
-    asked: list[tuple[str, str]] = []
-    with server({}, asked=asked) as url, rank_of(pair, 1, url, images_of(pair, 1)) as other:
+def test_a_rank_sees_a_commit_in_the_root(pair: Job) -> None:
+    with rank_of(pair, 1, images_of(pair, 1)) as other:
         other.begin_to_wait()
         pair.commit(4)
         told = other.told()
     assert told["failures"] == []
     assert 0 <= told["seconds"][0] < 60
-    assert not told["asked"]
-    assert asked == []
 
 
 def test_a_rank_that_asks_without_waiting_sees_a_commit(job: Job) -> None:
@@ -158,7 +153,7 @@ def test_a_rank_that_asks_without_waiting_sees_a_commit(job: Job) -> None:
 
 def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> None:
     request = request_of(pair)
-    trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), "http://127.0.0.1:9/api")
+    trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent))
     other = CommitWatcher(trigger, pair.spool, rank=1)
     other.follow(request)
     pair.commit(4)
@@ -168,10 +163,9 @@ def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> Non
     other.close()
 
 
-def test_all_ranks_read_why_a_save_failed_and_ask_no_server(pair: Job) -> None:
+def test_all_ranks_read_why_a_save_failed(pair: Job) -> None:
     request = request_of(pair)
-    asked: list[tuple[str, str]] = []
-    with server({}, asked=asked) as url, rank_of(pair, 1, url) as other, leader(pair, url) as first:
+    with rank_of(pair, 1) as other, leader(pair) as first:
         other.begin_to_wait()
         first.follow(request)
         tell(request, "pending")
@@ -181,27 +175,12 @@ def test_all_ranks_read_why_a_save_failed_and_ask_no_server(pair: Job) -> None:
     assert failures[0].endswith(
         f"committed: the disk is full (trinity-sync runs {pair.root}, http://its/page)"
     )
-    assert told == {"failures": failures, "seconds": [], "asked": False}
-    assert asked == []
-
-
-def test_what_rank_0_alone_knows_reaches_the_other_ranks(pair: Job) -> None:
-    with (
-        server({"/deployments": (422, "{}")}) as url,
-        rank_of(pair, 1, url) as other,
-        leader(pair, url) as first,
-    ):
-        other.begin_to_wait()
-        first.follow(request_of(pair), submit=True)
-        failures = first.wait(time.monotonic() + 60)
-        told = other.told()
-    assert "refuses the request" in failures[0]
-    assert (told["failures"], told["asked"]) == (failures, False)
+    assert told == {"failures": failures, "seconds": []}
 
 
 def test_a_rank_that_submits_a_failed_save_again_hears_of_the_second_outcome(pair: Job) -> None:
     request = request_of(pair)
-    trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent), "http://127.0.0.1:9/api")
+    trigger = SaveTrigger(Settings(spool=pair.spool.folder.parent))
     other = CommitWatcher(trigger, pair.spool, rank=1)
     for attempt, why in enumerate(("the disk is full", "the disk is full again"), 1):
         request = request.model_copy(update={"attempt": attempt})
@@ -222,12 +201,14 @@ def test_a_rank_whose_image_comes_after_the_commit_compares_it(job: Job, value: 
     job.stagers.pop(0).close()
     job.stage(4, {"model": {"w": torch.full((3,), float(value))}})
     late = images_of(job, 0)
-    with server({}) as url, rank_of(job, 1, url, late) as other, leader(job, url) as first:
+    with (
+        rank_of(job, 1, late) as other,
+        leader(job) as first,
+    ):
         tell(request_of(job), "completed")
         first.follow(request_of(job))  # with the images that were committed
         assert first.wait(time.monotonic() + 60) == []
         told = other.wait()
-    assert not told["asked"]
     if value:
         assert "model of step 4, role actor, rank 0 is not saved" in told["failures"][0]
     else:
@@ -236,19 +217,18 @@ def test_a_rank_whose_image_comes_after_the_commit_compares_it(job: Job, value: 
 
 
 def test_a_rank_that_outlives_rank_0_reads_why_a_save_failed(pair: Job) -> None:
-    with server({}) as url, rank_of(pair, 1, url) as other:
-        with rank_of(pair, 0, url) as first:
+    with rank_of(pair, 1) as other:
+        with rank_of(pair, 0) as first:
             first.process.send_signal(signal.SIGKILL)
             first.process.wait()
         tell(request_of(pair), "failed", "the disk is full")
         told = other.wait()
     assert "the disk is full" in told["failures"][0]
-    assert not told["asked"]
 
 
 def test_a_rank_that_never_waits_keeps_few_saves_and_no_thread(job: Job) -> None:
-    with server({}) as url, leader(job, url) as first:
-        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent), "http://127.0.0.1:9/api")
+    with leader(job) as first:
+        trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
         other = CommitWatcher(trigger, job.spool, rank=1)
         job.stage(4, ZEROS)
         job.commit(4)
@@ -386,7 +366,7 @@ def test_of_a_save_that_was_taken_over_what_its_earlier_owner_tells_counts_no_lo
 
 
 def test_a_text_in_the_journal_leaves_a_save_to_the_flow_run_that_has_begun_it(pair: Job) -> None:
-    with server({}) as url, leader(pair, url) as first:
+    with leader(pair) as first:
         first.follow(request_of(pair))
         tell(request_of(pair), "pending", "2 of 3 files are written")
         with pytest.raises(SaveTimeoutError):

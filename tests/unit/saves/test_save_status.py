@@ -95,7 +95,7 @@ def test_all_say_the_same_of_a_save(
     request = job.request(STEP, components=("model",))
     exports = "actor" if fails_to_export in events else ""
     for rank in (0, 1):
-        trigger = SaveTrigger(settings, "http://127.0.0.1:9/api")
+        trigger = SaveTrigger(settings)
         with closing(CommitWatcher(trigger, job.spool, rank=rank)) as watcher:
             trigger.hurry = lambda *_: True  # type: ignore[method-assign]  # there is a saver
             watcher.follow(request, exports=exports)

@@ -6,22 +6,22 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
 
 from tests.conftest import environment
 from tests.support.answers import server
+from tests.support.job import Job
+from tests.support.savers import await_that, end_savers
 from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import StackError
-from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings, default_home
-from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState, is_server_ready
 
@@ -98,20 +98,19 @@ def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
 
 
 def test_a_trainer_whose_address_is_no_prefect_server_says_which_it_asked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: Job, spool_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     not_deployed = {"/deployments/name": (404, '{"detail": "Deployment not found"}')}
     cases = (({}, "is not the API of a Prefect server"), (not_deployed, "run: trinity-sync deploy"))
     for answers, said in cases:
         with server(answers) as url, caplog.at_level(logging.WARNING):
-            trigger = SaveTrigger(Settings(home=tmp_path), url)
-            watcher = CommitWatcher(trigger, JobSpool(tmp_path))
-            watcher.follow(SaveRequest(root=str(tmp_path), step=1, run=1), submit=True)
-            deadline = time.monotonic() + 60
-            while not any(url in message for message in caplog.messages):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            settings = Settings(home=tmp_path, spool=spool_folder)
+            watcher = CommitWatcher(SaveTrigger(settings, url), job.spool)
+            job.stage(1, {"model": {"w": torch.zeros(3)}})
+            watcher.follow(job.request(1, components=("model",)), submit=True)
+            await_that(lambda: any(url in each for each in caplog.messages), "it says which")
             watcher.close()
+            end_savers(spool_folder)
         assert any(said in message and url in message for message in caplog.messages)
 
 
