@@ -19,6 +19,7 @@ read or changed there.
 
 import json
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,8 +88,11 @@ def require_root(root: str | Path, job: str) -> None:
 
     Raises:
         RootAwayError: it is not.
+        FormatError: another release has made the root.
     """
     if why := explain_away(root, job):
+        with suppress(OSError, CommitError):
+            read_identity(root)
         raise RootAwayError(why)
 
 
