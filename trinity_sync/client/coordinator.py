@@ -3,12 +3,10 @@
 import asyncio
 import os
 import signal
-import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -972,7 +970,12 @@ class CheckpointCoordinator:
                     self._submitter.submit_callables(step, kind, expected)
                     self._states.has_saved = True
 
-        await _run_in_thread(submit)
+        try:
+            submitted = asyncio.get_running_loop().run_in_executor(None, submit)
+        except RuntimeError:  # no thread can be started, or the program has ended but for threads
+            submit()
+        else:
+            await submitted
 
     # ------------------------------------------------------------ preemption
 
@@ -1124,33 +1127,6 @@ class CheckpointCoordinator:
             run = self._run.number
             return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
         return ()
-
-
-async def _run_in_thread(function: Callable[[], None]) -> None:
-    """Do as ``asyncio.to_thread``, also once the program has ended but for other threads of it.
-
-    From then on executors take no work. A task that is cancelled ends when the function does.
-    """
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            function()
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)
-
-    future.set_running_or_notify_cancel()
-    thread = threading.Thread(target=run, name="submit", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # Python 3.12 starts none at its end
-        run()
-        return future.result()
-    try:
-        return await asyncio.wrap_future(future)
-    finally:
-        thread.join()
 
 
 def _end_watcher(watcher: CommitWatcher, process: int) -> None:
