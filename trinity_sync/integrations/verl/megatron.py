@@ -21,7 +21,7 @@ from typing import Any
 from megatron.core import mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from verl.utils.checkpoint.megatron_checkpoint_manager import (
     MegatronCheckpointManager as VerlMegatronCheckpointManager,
 )
