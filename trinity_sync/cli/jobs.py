@@ -26,13 +26,7 @@ from trinity_sync.cli.output import (
     print_table,
     progress_bar,
 )
-from trinity_sync.cli.rows import (
-    ForgottenJob,
-    JobDetails,
-    JobRow,
-    ReindexedJob,
-    SettingRow,
-)
+from trinity_sync.cli.rows import ForgottenJob, JobDetails, JobRow, ReindexedJob, SettingRow
 from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.orchestration.quantities import format_bytes
 

@@ -20,12 +20,7 @@ from trinity_sync.cli.app import (
 )
 from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table
-from trinity_sync.cli.rows import (
-    MetricRow,
-    PrunedStep,
-    PruneReport,
-    Unpinned,
-)
+from trinity_sync.cli.rows import MetricRow, PrunedStep, PruneReport, Unpinned
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes

@@ -16,18 +16,8 @@ import typer
 
 from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_settings, with_hint
 from trinity_sync.cli.config import ConfigFile
-from trinity_sync.cli.output import (
-    Output,
-    is_text,
-    print_object,
-    print_rows,
-    print_table,
-)
-from trinity_sync.cli.rows import (
-    DeploymentRow,
-    StoppedStack,
-    UiReport,
-)
+from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table
+from trinity_sync.cli.rows import DeploymentRow, StoppedStack, UiReport
 from trinity_sync.errors import PrefectApiError, SpoolError, StackError
 from trinity_sync.orchestration.quantities import format_duration
 

@@ -101,11 +101,7 @@ def _print_steps(root: str, most: int | None, output: Output) -> None:
 
 
 @app.command("show ckpts 40", "show ckpts latest", "show ckpts best -o json", panel="Look at a job")
-def show(
-    root: Root,
-    step: Step,
-    output: Output = "table",
-) -> None:
+def show(root: Root, step: Step, output: Output = "table") -> None:
     """Show a committed step: its files with sizes and digests, and its save functions."""
     from trinity_sync.layout import step_folder
     from trinity_sync.orchestration.report.steps import read_step

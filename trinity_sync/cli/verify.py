@@ -92,12 +92,7 @@ def verify(
 def _verify_files(
     root: Path, step: str | None, limit: int | None, sample: str | None, seed: int | None
 ) -> "list[VerifiedStep]":
-    from trinity_sync.storage.verify import (
-        check_files,
-        choose_files,
-        judge_manifests,
-        judge_steps,
-    )
+    from trinity_sync.storage.verify import check_files, choose_files, judge_manifests, judge_steps
 
     number = None if step is None else resolve_step_argument(root, step)
     corrupted = judge_manifests(require_existing(root), number)
