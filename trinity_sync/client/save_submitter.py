@@ -193,6 +193,8 @@ class SaveSubmitter:
         for role in roles:
             if read_placement(self._root, run.number, run.key, role) is None:  # save functions only
                 self.prepare(role)
+        if self._is_first:
+            self._spool.mark_run(run.key)  # a program may have removed the folder
         save = self._save_id(step, kind, roles)
         if mine:
             save = replace(save, attempt=max(ticket.attempt for ticket in mine))

@@ -296,6 +296,18 @@ def test_a_save_of_states_and_a_function_that_failed_is_committed_once_both_are_
     assert {file.path for file in found.files} == {"own.bin", f"actor/{Path(MODEL).name}"}
 
 
+def test_functions_are_committed_after_a_program_has_removed_the_spool(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(trigger=CommitsHere())
+    for step in (1, 2):
+        saves.save_sync(lambda: None, step)
+        asyncio.run(saves.register_and_monitor(step, checkpoint_thread_count=1))
+        saves.wait_all(60)
+        shutil.rmtree(job.spool.folder)
+    assert saves.latest_step() == 2
+
+
 def test_a_step_before_one_that_functions_have_saved_is_refused(
     coordinator_of: Open, job: Job
 ) -> None:
