@@ -5,6 +5,7 @@ its policies. All of it is written from README.md, docs/operations/failures.md a
 docs/how-to/retention.md.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 Key = tuple[str, str, int]
@@ -72,6 +73,30 @@ class Model:
     pinned: set[int] = field(default_factory=set)
     tags: dict[str, int] = field(default_factory=dict)
     leased: set[int] = field(default_factory=set)
+    commits: dict[int, list[int]] = field(default_factory=dict)
+    """The steps that each run has committed, in their order."""
+    gone_on: set[int] = field(default_factory=set)
+    """The runs that had gone on after the backup from which the root was restored."""
+
+    def is_lost(self, run: int, key: str) -> bool:
+        """Whether the root knows nothing of a run, or no longer all of it: it was restored."""
+        known = self.runs[run - 1].who if run <= len(self.runs) else ""
+        return key.partition(".")[0] != known or run in self.gone_on
+
+    def restore(self, backup: "Model") -> "Model":
+        """Return the model of a root that is replaced by its backup."""
+        made = deepcopy(backup)
+        made.leased.clear()
+        since = deepcopy(self.saves[len(backup.saves) :])
+        made.saves += [each for each in since if each.run <= len(made.runs)]
+        for each in made.saves:
+            if each in since or not each.committed:
+                each.committed, each.excuse = False, each.excuse or "the root was restored"
+        for run, steps in self.commits.items():
+            known = {*backup.steps, *backup.commits.get(run, ())}
+            if run <= len(made.runs) and steps[-1] not in known:
+                made.gone_on.add(run)
+        return made
 
     def of(self, run: int, step: int, kind: str) -> list[Saved]:
         """The saves of a step: more than one if it was submitted again."""

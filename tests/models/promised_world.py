@@ -19,17 +19,22 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tests.models.promised import Key, Model, Value
+from tests.models.promised import Key, Model, Run, Value
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.client.participant import STATE, Participant
 from trinity_sync.errors import CommitError, ConfigError, RootInUseError, WeightSyncError
+from trinity_sync.remote.download import fetch
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.leases import Lease
 from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.folder.writer import WeightFolder
 from trinity_sync.weights.reader import WeightReader
+
+OFTEN = st.sampled_from([True, True, True, False])
+RARELY = st.sampled_from([False] * 7 + [True])
 
 
 def where(holds: Callable[[Any], object]) -> Callable[..., Callable[..., None]]:
@@ -63,6 +68,7 @@ def state_of(key: Key, value: Value) -> dict[str, Any]:
 
 
 def comparable(state: dict[str, Any]) -> tuple[Any, ...]:
+    state = state.get(STATE, state)  # of a participant
     values = (each.tolist() if isinstance(each, torch.Tensor) else each for each in state.values())
     return (*state, *values)
 
@@ -85,6 +91,8 @@ class Trainer:
     tried: dict[str, int] = field(default_factory=dict)
     lost: int = -1
     """The step of which part has vanished with the spool."""
+    participant: Participant | None = None
+    """The process of the role critic that cuts ask."""
 
 
 @dataclass(eq=False)
@@ -106,6 +114,7 @@ class Job:
     """Run and step of the weights that its readers hold."""
     looked_at: dict[int, object] = field(default_factory=dict)
     """The files of the steps that were loaded and compared."""
+    backup: tuple[Path, Model] | None = None
     running: tuple[tuple[int, int, str], Callable[[], None]] | None = None
     """The save whose functions are writing, and what lets them end."""
 
@@ -191,6 +200,76 @@ class World:
             has = {"model": model, "raised": raised}
             self.begin_job(elsewhere, saves=saves, loads="load", **has)
 
+    def back_up(self) -> None:
+        """Make a backup of the root in the midst of the training."""
+        backup = self.folder / f"backup{next(self.numbers)}"
+        shutil.copytree(self.root, backup, ignore=shutil.ignore_patterns("leases", "*.tmp"))
+        self.job.backup = backup, deepcopy(self.model)
+
+    @rule(
+        waits=RARELY,
+        restarts=st.booleans(),
+        trains=st.sampled_from(["works", "has no turn yet"]),
+        settles=st.booleans(),
+        saves=st.integers(0, 2),
+        loads=OFTEN,
+    )
+    @where(lambda self: self.model.saves and self.trainers and not self.job.has_remote)
+    def restore(
+        self, waits: bool, restarts: bool, trains: str, settles: bool, saves: int, loads: bool
+    ) -> None:
+        """The root is replaced by its backup, and the training starts again.
+
+        The backup may be of now, of before what is trained now, or of long ago.
+        """
+        if not self.job.backup:
+            self.back_up()
+            if waits:
+                return
+        if restarts:
+            self.start("A", "load", 0, False, False, 0, keep=0)
+        self.train(1, "checkpoint", 0, trains)
+        self.train(1, "checkpoint", 0, "has no turn yet")
+        for name in list(self.trainers):
+            self.stop(name, "SIGKILL")
+        for lease in self.leases.values():
+            lease.release()
+        self.leases.clear()
+        shutil.rmtree(self.root)
+        shutil.copytree(self.job.backup[0], self.root)
+        self.job.model = self.model.restore(self.job.backup[1])
+        self.begin_again()
+        for what in (
+            ("sweeps", "works") if settles else ()
+        ):  # as a start that waits for what is left
+            self.stack_side(what)
+        self.start("A", "load" if loads else "nothing", 0, False, False, saves, keep=0)
+        for what in ("sweeps", "works"):
+            self.stack_side(what)
+
+    def begin_again(self) -> None:
+        """Have what was found in the root count no longer, and what is trained be distinct."""
+        self.job.number, self.job.followed = next(self.numbers), (0, 0)
+        self.job.newest = self.model.newest()
+        self.looked_at.clear()
+        self.images = {name: image for name, image in self.images.items() if image[0] != self.job}
+
+    @rule(saves=st.integers(0, 2))
+    @where(lambda self: self.job.has_remote and self.identity == self.copier and self.copied)
+    def disk_is_lost(self, saves: int) -> None:
+        """The root is lost and pulled anew from its remote, and the training starts again."""
+        root, model, raised = self.root, self.model, dict(self.raised)
+        self.end_job()
+        shutil.rmtree(root)
+        manifest, _ = fetch(self.remote.as_uri(), None, root)
+        run, step = manifest.run, manifest.step
+        assert (run, step) == max((each.run, step) for step, each in self.copied.items())
+        made = Model(runs=[*model.runs[: run - 1], Run("fetched", step, loaded=True)])
+        made.steps[step] = deepcopy(self.copied[step])
+        made.weights = {key: each for key, each in model.weights.items() if key == (run, step)}
+        made.see_what_is_committed(step)
+        self.begin_job(root, saves=saves, loads="load", model=made, raised=raised)
+
     @rule()
     @where(lambda self: self.model.saves and not self.job.running)
     def root_is_away(self) -> None:
@@ -221,7 +300,8 @@ class World:
         settle = {} if isinstance(asks, Checkpoints) else {"settle_s": 0.0}
         assert asks.latest_step(**settle) == (newest[1] if newest else None)
         if newest and how == "record_metrics":
-            asks.record_metrics(newest[1], {"reward": 1.0})
+            self.recorded[number := next(self.numbers)] = self.model.steps[newest[1]]
+            asks.record_metrics(newest[1], {"reward": number})
         elif newest and how == "load":
             with suppress(CommitError):  # of functions, or of components alone
                 asks.load(newest[1], world_size=self.world_size)
@@ -259,7 +339,8 @@ class World:
         try:
             with readers.near.open() as view:
                 age, tensors = (view.version.run, view.version.step), dict(view.iter_tensors())
-                with suppress(*([ConfigError] if len({*self.model.weights[age]}) > 1 else [])):
+                several = len({*self.model.weights.get(age, ())}) > 1
+                with suppress(*([ConfigError] if several else [])):
                     readers.folder.publish(view)  # refused if the step had other weights before
         except WeightSyncError:
             if (0, 0) < newest >= self.followed:
@@ -272,7 +353,7 @@ class World:
         found = {name: tensor.tolist() for name, tensor in tensors.items()}
         expected = [
             {name: each.tolist() for name, each in state_of(key, value).items() if "lora" in name}
-            for value in self.model.weights[age]
+            for value in self.model.weights.get(age, ())
         ]
         assert found in expected, f"{age} is {found}"
         far = {name: each.tolist() for name, each in readers.far.load().items()}

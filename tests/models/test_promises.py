@@ -42,9 +42,22 @@ from hypothesis.stateful import (
 )
 
 import trinity_sync.client.commit_watcher as watcher_module
+import trinity_sync.client.coordinator as coordinator_module
 from tests.conftest import SPOOLS, environment
 from tests.models.promised import Key, Run, Saved, Step, Value
-from tests.models.promised_world import Job, Readers, Trainer, World, comparable, state_of, where
+from tests.models.promised_container import Container
+from tests.models.promised_others import Evaluator, Others
+from tests.models.promised_world import (
+    OFTEN,
+    RARELY,
+    Job,
+    Readers,
+    Trainer,
+    World,
+    comparable,
+    state_of,
+    where,
+)
 from tests.support.driven_saver import Node
 from tests.support.leases import acquire_lease
 from tests.support.prefect_stand_in import (
@@ -81,8 +94,6 @@ POINTERS = {
     "checkpoint": "latest_checkpointed_iteration.txt",
     "state_dict": "latest_state_dict_iteration.txt",
 }
-OFTEN = st.sampled_from([True, True, True, False])
-RARELY = st.sampled_from([False] * 7 + [True])
 WORKS = st.sampled_from(["works", "works", "works twice"])
 FLOW = WORKS | st.just("has no turn yet")
 WHICH = st.integers(0, 5)
@@ -96,7 +107,7 @@ PARTS = st.sampled_from(
 )
 
 
-class Promises(World, RuleBasedStateMachine):
+class Promises(World, Others, RuleBasedStateMachine):
     """The jobs of a node and their models; a rule is of the job whose turn it is."""
 
     saver: Literal["stack", "built-in"] = "stack"
@@ -123,6 +134,11 @@ class Promises(World, RuleBasedStateMachine):
         self.copier = ""
         """Identity of the job that has copied steps to the remote, and what these are."""
         self.copied: dict[int, Step] = {}
+        self.evaluators: dict[Path, list[Evaluator]] = {}
+        self.recorded: dict[int, Step] = {}
+        """The metrics that were recorded, each once, and of what."""
+        patch = self.open.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(coordinator_module, "SaveTrigger", self.server.make_trigger)  # participants'
         self.images: dict[str, tuple[Job, str, int, Key, Value]] = {}
         """Images in the spool: whose they are, slot, step and what they are."""
 
@@ -135,15 +151,25 @@ class Promises(World, RuleBasedStateMachine):
 
     @initialize(
         two_ranks=st.booleans(),
-        two_roles=RARELY,
+        two_roles=st.sampled_from([False, False, True]),
         parts=st.booleans(),
         a_remote=st.sampled_from([False, False, True]),
         small_spool=RARELY,
+        a_container=st.booleans(),
     )
     def begin(
-        self, two_ranks: bool, two_roles: bool, parts: bool, a_remote: bool, small_spool: bool
+        self,
+        two_ranks: bool,
+        two_roles: bool,
+        parts: bool,
+        a_remote: bool,
+        small_spool: bool,
+        a_container: bool,
     ) -> None:
         self.a_remote = a_remote
+        self.has_container = bool(a_container and not small_spool and self.container)
+        if self.has_container:
+            self.begin_container()
         self.small_spool = small_spool and self.mount_small(self.spool)
         if parts:  # the manifests of steps with thousands of files have some
             patch = self.open.enter_context(pytest.MonkeyPatch.context())
@@ -263,6 +289,11 @@ class Promises(World, RuleBasedStateMachine):
             else:
                 rank.close(timeout=0)
             rank._watcher._trigger.hang_up()
+        if participant := self.trainers[name].participant:
+            participant._member.close()
+            participant._saves.close(timeout=0)
+            participant._saves._watcher._trigger.hang_up()
+            participant = None
         del self.trainers[name]
         rank = None
         gc.collect()  # file descriptors go with their objects
@@ -491,6 +522,12 @@ class Promises(World, RuleBasedStateMachine):
             there = self.model.steps[step]
             is_other = there.run != trainer.run or there.left
             assert is_other or {kind, "checkpoint"} & there.kinds, "it writes into no commit"
+        there = self.model.steps.get(step)
+        is_own = there and there.run == trainer.run and kind in there.kinds and not there.left
+        if is_own and called:  # a sync of states alone may get files
+            again = [*there.files, *there.kinds - {kind}]
+            assert not again, f"step {step} is written to again"
+        self.model.failed_functions.discard(save)
         if fails or not called:
             self.model.failed_functions.add(save)
         if asks:
@@ -512,6 +549,15 @@ class Promises(World, RuleBasedStateMachine):
                         steps[kind] = max(step, steps.get(kind, 0))
             self.model.see_what_is_committed(step)
         self.stack_side(flow)
+
+    @rule(which=WHICH, fails=OFTEN, kind=KIND)
+    @where(lambda self: self.trainers and not self.server.away)
+    def call_a_function_again(self, which: int, fails: bool, kind: str) -> None:
+        """A save function fails or is committed, the training is told, and calls it again."""
+        for ahead, each_fails in ((1, fails), (0, False)):
+            how = {"asks": True, "pauses": False, "flow": "works"}
+            self.save_by_a_function(which, ahead, kind, each_fails, **how)
+            self.wait_all(self.living(which))
 
     @contextmanager
     def superseded_perhaps(self, trainer: Trainer, step: int) -> Iterator[None]:
@@ -660,10 +706,10 @@ class Promises(World, RuleBasedStateMachine):
             self.see_removal(stay | self.model.earlier(request.run))
         elif what.startswith("failed") and run.state == "failed" and not run.attempts:
             save = (request.run, request.step, request.kind, request.roles)
-            of_this_job = request.identity == self.identity
             refused = self.job.has_remote and "has the steps of another job" in run.message
-            reason = refused or not of_this_job or self.model.reason_to_fail(*save)
-            assert reason, f"{request.run_name}: {run.message}"
+            is_lost = self.model.is_lost(request.run, request.run_key)
+            reason = refused or is_lost or self.model.reason_to_fail(*save)
+            assert reason or request.identity != self.identity, f"{request.run_name}: {run.message}"
 
     def keep_of(self, request: SaveRequest) -> int:
         """What the processes of a save want to keep, as its manifest says."""
@@ -686,6 +732,7 @@ class Promises(World, RuleBasedStateMachine):
                 there.files.update(files)
             if any(role in request.roles for role, *_ in there.values):
                 return
+        assert not model.is_lost(run, request.run_key), f"{what} is of a run that was lost"
         assert not model.superseded(run, step), f"{what} was superseded, and came back"
         assert not there or there.run <= run, f"{what} replaces that of a later run"
         found = self.loaded(step, {key for each in saves for key in each.values})
@@ -696,6 +743,7 @@ class Promises(World, RuleBasedStateMachine):
         fitting = [each for each in outcomes if self.expected(each) == found]
         assert fitting, f"{what} is committed, and {found} was never submitted"
         model.steps[step] = fitting[0]
+        model.commits.setdefault(run, []).append(step)
         model.steps[step].files |= files
         model.see_what_is_committed(step)
 
@@ -762,6 +810,7 @@ class Promises(World, RuleBasedStateMachine):
         """/dev/shm is emptied or copied, an older client is there, a process is forked."""
         if what == "spool vanishes":
             shutil.rmtree(self.job_spool)
+            self.model.commits.clear()  # the node has noted no commit any longer
             self.images = {name: each for name, each in self.images.items() if each[0] != self.job}
             for saved in self.model.saves:
                 saved.excuse = saved.excuse or "the spool has vanished"
@@ -840,7 +889,8 @@ class Promises(World, RuleBasedStateMachine):
             role = "attachments" if body["component"] == "attachments" else body["role"]
             key = (role, body["component"], body["rank"])
             whose = (body["run"], body["step"], body["kind"])
-            if whose == (saved.run, saved.step, saved.kind) and key in saved.values:
+            is_its = body["run_key"].partition(".")[0] == saved.trainer
+            if is_its and whose == (saved.run, saved.step, saved.kind) and key in saved.values:
                 image = (self.job, slot, saved.step, key, saved.values[key])
                 self.images.setdefault(body["image"], image)
 
@@ -913,8 +963,14 @@ class Promises(World, RuleBasedStateMachine):
                     if job.running:  # they would write into the spool after its removal
                         job.running[1]()
                     for trainer in job.trainers.values():
-                        for rank in trainer.ranks:
+                        participant = trainer.participant
+                        for rank in (
+                            *trainer.ranks,
+                            *([participant._saves] if participant else ()),
+                        ):
                             rank.close(timeout=0)
+                    for lease in job.leases.values():
+                        lease.release()
                     job.trainers.clear()
             gc.collect()
 
@@ -923,6 +979,8 @@ class Promises(World, RuleBasedStateMachine):
         self.server.come_back()
         for what in ("works", "sweeps", "works"):
             self.stack_side(what)
+        if self.has_container:
+            self.all_is_committed_there()
         for job in self.jobs:
             self.job = job
             if self.model.runs:
@@ -1005,7 +1063,7 @@ def each_start_is_a_process(patch: pytest.MonkeyPatch) -> None:
 
 MINUTES = float(os.environ.get("PROMISES_MINUTES") or 0)
 HOW = settings(
-    max_examples=int(os.environ.get("PROMISES_EXAMPLES") or 150),
+    max_examples=int(os.environ.get("PROMISES_EXAMPLES") or 100),
     stateful_step_count=25,
     deadline=None,
     database=None,
@@ -1026,6 +1084,8 @@ def test_the_promises_hold_whatever_happens_to_a_job(
     monkeypatch.setattr(watcher_module, "LOOK_S", (0.005, 0.005))
     monkeypatch.setattr(watcher_module, "OTHERS_LOOK_S", 0.005)
     end = time.monotonic() + 60 * MINUTES
+    container = Container()
+    monkeypatch.setattr(Promises, "container", container if container.exists else None)
     try:
         while True:
             if MINUTES:
@@ -1036,4 +1096,5 @@ def test_the_promises_hold_whatever_happens_to_a_job(
             if time.monotonic() >= end:
                 break
     finally:
+        container.clear()
         gc.unfreeze()
