@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pydantic import ValidationError
 
 from trinity_sync.errors import CommitError, FormatError, SupersededError, TrinitySyncError
+from trinity_sync.saves.journal import read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
@@ -76,7 +77,7 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
             pass  # its run's file is torn: the save fails with that
         request = _make_request(save, images)
         manifest = read_run_manifest(save.root, save.run, save.step)
-        if manifest and request.is_in(manifest):
+        if manifest and _is_committed(request, manifest):
             held = [each for each in images if each.ticket.image in manifest.images]
             _finish_commit(save, manifest, held, before)
             images = [each for each in images if each not in held]
@@ -116,11 +117,16 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
         except (ValidationError, FormatError) as error:
             warn_once(f"cannot read the request {path}: {error}")
             continue
-        if not (manifest and request.is_in(manifest)):
+        if not (manifest and _is_committed(request, manifest)):
             yield request
         elif manifest.committed_at < before:
             finish_interrupted(save)
             remove_statuses(job, save.run, save.step, save.kind)
+
+
+def _is_committed(request: SaveRequest, manifest: Manifest) -> bool:
+    """Return whether a save is committed, and was not submitted again since: a remote lacked it."""
+    return request.is_in(manifest) and (request.attempt == 1 or read_entry(request) is not None)
 
 
 def _finish_commit(

@@ -40,12 +40,13 @@ from trinity_sync.client.saver_control import (
 )
 from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.records import encode_record
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.saves import pending_save
 from trinity_sync.saves.journal import read_entry
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE
+from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import NodeRanks
@@ -382,6 +383,31 @@ def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
     saves.wait_all(60)
     assert (remote / "global_step_1/manifest.json").exists()
     await_that(lambda: not [*job.spool.folder.glob("*.begun.json")], "the saver ends it")
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_step_that_the_remote_has_refused_is_sent_when_it_is_submitted_again(
+    coordinator: Make, job: Job, tmp_path: Path, by_function: bool
+) -> None:
+    remote = tmp_path / "remote"
+    saves = coordinator(job={"remote": remote.as_uri(), "remote_required": True})
+    theirs = encode_record(JobIdentity("another", "/elsewhere"))
+    (remote / IDENTITY_FILE).write_text(theirs)
+    if by_function:
+        saves.save_async("other", lambda: None, 1)
+
+    def submit() -> None:
+        if by_function:
+            asyncio.run(saves.register_and_monitor(1, checkpoint_thread_count=1))
+        else:
+            saves.save(1, {"model": {"w": torch.ones(3)}})
+        saves.wait_all(20)
+
+    with pytest.raises(SaveFailedError, match=r"in the root only: .* steps of another job"):
+        submit()
+    (remote / IDENTITY_FILE).unlink()
+    submit()
+    assert (remote / "global_step_1/manifest.json").exists()
 
 
 def test_two_savers_of_a_spool_are_one(settings: Settings) -> None:
