@@ -172,11 +172,7 @@ async def _persist_in_groups(
 class NodeGroup:
     """The nodes that one task run serves. Not a dataclass, as `NodeSave`."""
 
-    def __init__(
-        self,
-        request: SaveRequest,
-        nodes: Mapping[NodeSave, Sequence[Share]],
-    ) -> None:
+    def __init__(self, request: SaveRequest, nodes: Mapping[NodeSave, Sequence[Share]]) -> None:
         self.request, self.nodes = request, nodes
 
     def __str__(self) -> str:

@@ -18,11 +18,7 @@ from prefect.runtime import flow_run
 from tasks.on_ray import run_on_node
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import on_node
-from trinity_sync.orchestration.quantities import (
-    describe_progress,
-    format_bytes,
-    make_artifact_key,
-)
+from trinity_sync.orchestration.quantities import describe_progress, format_bytes, make_artifact_key
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import (
     FailedTask,

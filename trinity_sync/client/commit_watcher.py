@@ -439,7 +439,7 @@ class CommitWatcher:
         requests = [save.request for save in saves]
         found = self._trigger.find_failures(requests, begun)
         if self._leads:
-            self._trigger.warn_of_server(self._spool)
+            self._trigger.warn_of_server(self._spool.folder)
         journal = self._read_journal(saves[0].request)
         for save in saves:
             request, known = save.request, journal.find(save.request.key)

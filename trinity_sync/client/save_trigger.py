@@ -188,15 +188,13 @@ class SaveTrigger:
                 found = {each.key: str(error) for each in requests}
         return found | self._find_lost(requests, begun)
 
-    def warn_of_server(self, spool: JobSpool) -> None:
-        """Log why flow runs of saves cannot be requested, as the saver says."""
+    def warn_of_server(self, folder: Path) -> None:
+        """Log why flow runs of saves cannot be requested, as the saver says in a job's folder."""
         why = ""
         with suppress(OSError):
-            why = (spool.folder / UNREQUESTED).read_text()
+            why = (folder / UNREQUESTED).read_text()
         if why and why != self._unrequested:
-            logger.warning(
-                "Saves wait in %s, retrying the requests of their flow runs: %s", spool.folder, why
-            )
+            logger.warning("Saves wait in %s, retrying their flow runs' requests: %s", folder, why)
         self._unrequested = why
 
     def close(self) -> None:

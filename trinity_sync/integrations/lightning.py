@@ -29,6 +29,7 @@ from trinity_sync.integrations.trainer_saves import (
     list_attachments,
     set_rng_state,
 )
+from trinity_sync.tensors.torch_private import loads_in_its_own_way
 
 with from_extra("lightning"):
     import lightning
@@ -379,10 +380,10 @@ class _Replacement:
 
 def _require_fit(folder: Path, module: Any, saved: Mapping[str, Any], strict: bool) -> None:
     """Require that a step fills a module; what loads in its own way is not compared."""
-    live, load = module.state_dict(), torch.nn.Module._load_from_state_dict
+    live = module.state_dict()
     wanted = saved.keys() | live.keys() if strict else saved.keys() & live.keys()
     for prefix, each in module.named_modules():
-        if type(each)._load_from_state_dict is not load or each._load_state_dict_pre_hooks:
+        if loads_in_its_own_way(each):
             wanted -= {name for name in wanted if name.rpartition(".")[0] == prefix}
     require_same_model(folder, *({n: s[n] for n in s if n in wanted} for s in (saved, live)))
 

@@ -26,12 +26,7 @@ import prefect
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.flows import Flow
-from prefect.workers.base import (
-    BaseJobConfiguration,
-    BaseVariables,
-    BaseWorker,
-    BaseWorkerResult,
-)
+from prefect.workers.base import BaseJobConfiguration, BaseVariables, BaseWorker, BaseWorkerResult
 
 from trinity_sync.errors import MissingPackageError, UnsupportedPrefectError
 
@@ -151,10 +146,7 @@ for _name in (
     "_work_pool",
     "_work_pool_name",
 ):
-    look_up(
-        f"prefect.workers.base.BaseWorker.{_name}",
-        _find_attributes(BaseWorker.__init__),
-    )
+    look_up(f"prefect.workers.base.BaseWorker.{_name}", _find_attributes(BaseWorker.__init__))
 
 
 if TYPE_CHECKING:

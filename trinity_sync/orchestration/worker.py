@@ -31,12 +31,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
-from prefect.exceptions import (
-    Abort,
-    ObjectNotFound,
-    ParameterBindError,
-    SignatureMismatchError,
-)
+from prefect.exceptions import Abort, ObjectNotFound, ParameterBindError, SignatureMismatchError
 from prefect.flows import Flow
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -44,12 +39,7 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect.states import Cancelled, Crashed, Failed, Pending
-from prefect.workers.base import (
-    BaseJobConfiguration,
-    BaseVariables,
-    BaseWorker,
-    BaseWorkerResult,
-)
+from prefect.workers.base import BaseJobConfiguration, BaseVariables, BaseWorker, BaseWorkerResult
 from websockets.exceptions import ConnectionClosed
 
 from trinity_sync.client.prefect_api import PAGE, PrefectApi

@@ -250,6 +250,12 @@ def acts_on_load(module: torch.nn.Module) -> bool:
     return any(each._load_state_dict_post_hooks for each in module.modules())
 
 
+def loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    """Return whether a module, but for its parts, changes or reads a state dict by its own code."""
+    own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
+    return own or bool(module._load_state_dict_pre_hooks)
+
+
 look_up(
     "torch.distributed.fsdp.FullyShardedDataParallel._handle",
     find_attributes(look_up("torch.distributed.fsdp._common_utils._FSDPState.__init__")),

@@ -8,11 +8,13 @@ job's ``on_nonfinite`` refuses, and so each reader does, is a failure.
 import logging
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.fs.process import hold_handlers
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, lock_slot, read_version_tag
 from trinity_sync.storage.job_settings import read_job_settings
@@ -40,8 +42,10 @@ class UploadCheck:
         """Look at the version with this tag; returns at once."""
         before, self._last[tag.role] = self._last.get(tag.role, -1), tag.step
         args = tag, before, self._thread
-        self._thread = threading.Thread(target=self._run, args=args, name="uploads", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=args, name="uploads", daemon=True)
+        with hold_handlers(), suppress(RuntimeError):  # no thread can be started
+            thread.start()
+            self._thread = thread
 
     def wait(self, deadline: float | None) -> list[str]:
         """Wait until all is looked at, or a deadline (monotonic); return and drop the failures."""

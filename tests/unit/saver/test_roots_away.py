@@ -194,7 +194,7 @@ def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_wa
     away = take_away(job.root, "is empty")
     saves.close(0)
     await_reaching()
-    saves._watcher._trigger._saver._close()  # as its process ends
+    saves._watcher._trigger._saver.close()  # as its process ends
     saver.resume()
     await_that(saves.spool.away.exists, "the saver does not see the root")
     os.utime(saves.spool.away, (0, 0))  # since long

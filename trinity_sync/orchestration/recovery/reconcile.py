@@ -15,9 +15,7 @@ from pathlib import Path
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import is_current, rebuild
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
-from trinity_sync.errors import (
-    TrinitySyncError,
-)
+from trinity_sync.errors import TrinitySyncError
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
@@ -63,10 +61,7 @@ def reconcile(
 
 
 def _repair_files(
-    settings: Settings,
-    roots: Sequence[Path],
-    runs: Iterable[FlowRun] | None,
-    grace_s: float,
+    settings: Settings, roots: Sequence[Path], runs: Iterable[FlowRun] | None, grace_s: float
 ) -> Iterator[Finding]:
     jobs, refused = sort_job_spools(settings.spool)
     for error in refused:
