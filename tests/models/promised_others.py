@@ -29,7 +29,6 @@ from trinity_sync.storage.restore import load_states
 
 WHICH = st.integers(0, 5)
 ANOTHER_USER = 12345
-ANSWERS = st.sampled_from(["in time", "in time", "late", "never"])
 NAMES = st.sampled_from(
     [
         *("", "runs", "placements", "pins", "leases", "metrics", "stored", "outcomes", "weights"),
@@ -125,11 +124,15 @@ class Others:
 
     # ------------------------------------------------------------ participants
 
-    @rule(which=WHICH, answers=st.lists(ANSWERS, min_size=2, max_size=3))
-    @where(lambda self: self.trainers and len(self.roles) > 1 and self.world_size == 1)
+    @rule(which=WHICH, answers=st.permutations(["in time", "late", "never"]))
+    @where(lambda self: len(self.roles) > 1 and self.world_size == 1)
     def cuts(self, which: int, answers: list[str]) -> None:
         """A participant has the role critic: it saves its state while the trainer waits, or not."""
-        trainer = self.living(which)
+        trainer = self.living(which) if self.trainers else None
+        step = trainer.step + 1 if trainer else 0
+        if not trainer or (trainer.run and self.model.superseded(trainer.run, step)):
+            self.start("A", "load", 0, config=False, syncs=False, saves=0, keep=0)
+            trainer = self.trainers["A"]
         self.open_run(trainer)
         for each in answers:
             self.cut(trainer, each)

@@ -201,7 +201,11 @@ class World:
             self.begin_job(elsewhere, saves=saves, loads="load", **has)
 
     def back_up(self) -> None:
-        """Make a backup of the root in the midst of the training."""
+        """Make a backup of the root in the midst of the training, with no half-written files.
+
+        Of a function they would be committed: no status tells what it had written.
+        """
+        self.end_functions()
         backup = self.folder / f"backup{next(self.numbers)}"
         shutil.copytree(self.root, backup, ignore=shutil.ignore_patterns("leases", "*.tmp"))
         self.job.backup = backup, deepcopy(self.model)
@@ -255,9 +259,14 @@ class World:
         self.images = {name: image for name, image in self.images.items() if image[0] != self.job}
 
     @rule(saves=st.integers(0, 2))
-    @where(lambda self: self.job.has_remote and self.identity == self.copier and self.copied)
+    @where(lambda self: self.a_remote and self.trainers and not self.server.away)
     def disk_is_lost(self, saves: int) -> None:
         """The root is lost and pulled anew from its remote, and the training starts again."""
+        if not self.copied:
+            self.name_the_remote()
+            self.train(1, "checkpoint", 0, "works")
+        if not (self.job.has_remote and self.identity == self.copier and self.copied):
+            return
         root, model, raised = self.root, self.model, dict(self.raised)
         self.end_job()
         shutil.rmtree(root)

@@ -150,8 +150,7 @@ class Promises(World, Others, RuleBasedStateMachine):
         return getattr(vars(self)["job"], name)
 
     @initialize(
-        two_ranks=st.booleans(),
-        two_roles=st.sampled_from([False, False, True]),
+        ranks_and_roles=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 1), (1, 2), (2, 2)]),
         parts=st.booleans(),
         a_remote=st.sampled_from([False, False, True]),
         small_spool=RARELY,
@@ -159,8 +158,7 @@ class Promises(World, Others, RuleBasedStateMachine):
     )
     def begin(
         self,
-        two_ranks: bool,
-        two_roles: bool,
+        ranks_and_roles: tuple[int, int],
         parts: bool,
         a_remote: bool,
         small_spool: bool,
@@ -174,8 +172,8 @@ class Promises(World, Others, RuleBasedStateMachine):
         if parts:  # the manifests of steps with thousands of files have some
             patch = self.open.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(manifest, "PART_FILES", 2)
-        self.world_size = 1 + two_ranks
-        self.roles = ("actor", "critic") if two_roles else ("actor",)
+        self.world_size, roles = ranks_and_roles
+        self.roles = ("actor", "critic")[:roles]
         self.begin_job(self.folder / "ckpts")
 
     def mount_small(self, folder: Path) -> bool:
