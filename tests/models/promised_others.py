@@ -267,7 +267,7 @@ class Others:
         else:
             self.stack_side(then)
         with suppress(OSError, TrinitySyncError):
-            self.prune(1, 1)
+            self.remove_all_but(1, 1)
 
     def see_late_commits(self) -> None:
         """See the commits of saves that have failed after them, and the removals before."""

@@ -773,9 +773,12 @@ class Promises(World, Others, RuleBasedStateMachine):
     @where(lambda self: self.model.steps)
     def prune(self, last: int, last_syncs: int) -> None:
         """``trinity-sync prune --keep last=... --keep-weights last=...``"""
+        self.remove_all_but(last, last_syncs)
+        self.see_removal(self.model.kept(last=last, last_syncs=last_syncs))
+
+    def remove_all_but(self, last: int, last_syncs: int) -> None:
         rules = Rules(parse_policy(f"last={last}"), parse_policy(f"last={last_syncs}"))
         prune(self.root, plan_prune(self.root, rules, time.time()), spool=self.settings.spool)
-        self.see_removal(self.model.kept(last=last, last_syncs=last_syncs))
 
     def see_removal(self, stay: set[int]) -> None:
         left = self.on_disk()
