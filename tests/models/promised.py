@@ -92,6 +92,8 @@ class Model:
         for each in made.saves:
             if each in since or not each.committed:
                 each.committed, each.excuse = False, each.excuse or "the root was restored"
+        of_known = {key: each for key, each in self.weights.items() if key[0] <= len(made.runs)}
+        made.weights |= deepcopy(of_known)  # what waits in memory may still be committed
         for run, steps in self.commits.items():
             known = {*backup.steps, *backup.commits.get(run, ())}
             if run <= len(made.runs) and steps[-1] not in known:
