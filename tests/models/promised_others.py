@@ -179,6 +179,7 @@ class Others:
 
     def participant(self, trainer: Any) -> Participant:
         if not trainer.participant:
+            self.coordinator(self.root).close(timeout=0)  # drops the remote of another job
             where = {"role": "critic", "roles": self.roles, "run_key": trainer.key}
             trainer.participant = Participant(self.root, settings=self.settings, **where)
         return trainer.participant
