@@ -71,35 +71,36 @@ SETTLE_S = 2.0
 class FlowRunRequests:
     """Requests flow runs, one after the other, each until the server takes it.
 
-    The idempotency key of a save makes all requests of it one flow run. ``refuse`` is called for
+    Also those of saves that are committed meanwhile: the history of the server has each save. The
+    idempotency key of a save makes all requests of it one flow run. ``refuse`` is called for
     one that the server will never accept, with the reason.
     """
 
     def __init__(self, api: PrefectApi, refuse: Callable[[SaveRequest, str], None]) -> None:
         self.api = api
         self._refuse = refuse
-        self._wanted: dict[Path, Sequence[SaveRequest]] = {}
-        """Saves that wait, by the folder of their job in the spool."""
-        self._taken: set[str] = set()
-        """Request keys of those whose flow run was requested."""
+        self._wanted: dict[str, tuple[Path, SaveRequest]] = {}
+        """Folders of jobs in the spool, and saves whose flow run is to be requested, by key."""
+        self._taken: dict[Path, set[str]] = {}
+        """Keys of saves that wait and whose flow run was requested, by the folder of their job."""
         self._runs = False
         self._lock = threading.Lock()
         self._wake = threading.Event()
 
     def want(self, folder: Path, waiting: Sequence[SaveRequest]) -> None:
-        """Request the flow runs of the saves of a job that wait, and no longer those of others."""
+        """Request the flow runs of the saves of a job that wait, each once."""
         with self._lock:
-            self._wanted[folder] = waiting
-            self._taken &= {each.key for saves in self._wanted.values() for each in saves}
-            if waiting and not self._runs:
+            taken = self._taken.get(folder, set()) & {each.key for each in waiting}
+            self._taken[folder] = taken
+            self._wanted |= {each.key: (folder, each) for each in waiting if each.key not in taken}
+            if self._wanted and not self._runs:
                 threading.Thread(target=self._run, daemon=True).start()
                 self._runs = True
         self._wake.set()
 
     def _find_next(self) -> tuple[Path, SaveRequest] | None:
         with self._lock:
-            found = ((folder, each) for folder, saves in self._wanted.items() for each in saves)
-            return next((each for each in found if each[1].key not in self._taken), None)
+            return next(iter(self._wanted.values()), None)
 
     def _run(self) -> None:
         """Request what is wanted, as long as the process lives."""
@@ -121,7 +122,8 @@ class FlowRunRequests:
                         continue
                     failures = 0
                     with self._lock:
-                        self._taken.add(request.key)
+                        del self._wanted[request.key]
+                        self._taken[folder].add(request.key)
                     with suppress(OSError):
                         (folder / UNREQUESTED).unlink(missing_ok=True)
 
@@ -262,15 +264,18 @@ class Saver:
     def _request(self, job: JobSpool, waiting: Collection[SaveRequest]) -> None:
         """Request the flow runs of saves that wait, on the node of rank 0; of its server alone."""
         first = {image.ticket.save.key for image in job.tickets()[0] if not image.ticket.rank}
-        with self._lock:
-            known = {*self._saves, *self._failed}
         wanted = [each for each in waiting if each.key in first or not each.components]
+        with self._lock:
+            wanted = [each for each in wanted if each.key not in self._failed]
         with suppress(OSError, PrefectApiError):  # the trainer will name another one
             if (job.folder / SERVER).read_text() == self._requests.api.find_server().identity:
-                self._requests.want(job.folder, [each for each in wanted if each.key not in known])
+                self._requests.want(job.folder, wanted)
 
     def _refuse(self, request: SaveRequest, why: str) -> None:
-        """Fail a save whose flow run the server will never accept."""
+        """Fail a save whose flow run the server will never accept, unless it is committed."""
+        with suppress(OSError, TrinitySyncError):
+            if is_committed(request):
+                return
         append(request, "failed", why, patience_s=PATIENCE_S)
         with self._lock:
             self._failed.add(request.key)

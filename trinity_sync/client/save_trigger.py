@@ -35,6 +35,8 @@ SERVER = "server"
 """File in the folder of a job in the spool with the URL of the server that its trainer uses."""
 UNREQUESTED = "unrequested"
 """File next to it that says why flow runs cannot be requested now; its saver writes it."""
+AT_ONCE_S = 1e-6
+"""Seconds after which a saver commits what waits for no flow run; with 0 it requests none."""
 CHECK_S = 5.0
 """Seconds to wait for the server's answer in `SaveTrigger.require_stack`."""
 
@@ -129,7 +131,7 @@ class SaveTrigger:
             if not path.exists() or path.read_text() != self._server:
                 replace_file(path, self._server, sync=False)
         if self._after_s is not None:
-            after_s = min(self._after_s, self._hurry_s)
+            after_s = min(self._after_s, max(self._hurry_s, AT_ONCE_S))
             self._reach_saver(partial(self._saver.serve, job, after_s))
 
     def _reach_saver(self, reach: Callable[[], None]) -> None:
