@@ -144,6 +144,27 @@ def test_a_run_that_is_taken_and_not_begun_is_overtaken(
     assert is_by_saver(job.root, 1)
 
 
+def test_the_flow_run_of_a_save_that_the_saver_has_committed_is_requested_nevertheless(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested = threading.Event()
+
+    def answer(request: BaseHTTPRequestHandler, _: str) -> tuple[int, str]:
+        if request.path.endswith("/create_flow_run"):
+            if read_latest_pointer(job.root, "checkpoint") is None:
+                return 500, "{}"
+            requested.set()
+        return 201, json.dumps({"id": str(RUN)})
+
+    with serving(answer) as url:
+        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
+        hasty = settings.model_copy(update={"saver_after_s": 0.2})
+        with CheckpointCoordinator(job.root, settings=hasty) as saves:
+            saves.save(1, {"model": {"w": torch.ones(3)}})
+            saves.wait_all(60)
+            assert requested.wait(60)
+
+
 @pytest.mark.parametrize("it_began", ["before the saver", "after the saver"])
 def test_a_failure_of_the_saver_is_told_in_the_place_of_a_flow_run_whose_worker_has_died(
     job: Job, known: Settings, it_began: str
