@@ -403,7 +403,7 @@ REPLACE_UNSYNCED = partial(replace_file, sync=False)
         (an_upload, remote_root, "sync_file", lambda path: None, "read as good: .*model_world"),
         (an_upload, remote_root, "sync_folder", lambda folder: None, "read as good: .*model_world"),
         (a_download, download, "os", UNSYNCED, "read as good: .*model_world"),
-        (a_download, download, "sync_folder", lambda folder: None, "lost: .*1, 1"),
+        (a_download, download, "sync_folders", lambda folder, paths: None, "lost: .*1, 1"),
     ],
     ids=[
         *("bytes", "names", "run", "unpin", "parts"),

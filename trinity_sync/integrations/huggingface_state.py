@@ -292,7 +292,9 @@ def require_fit(model: Any, folder: Path) -> None:
         ConfigError: a setting of an adapter, a name or a shape differs.
     """
     configs = dict(getattr(model, "peft_config", {}))
-    saved = {path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG_NAME}")}
+    is_sharded = (folder / f"{FSDP_MODEL_NAME}_0").exists()
+    found = [] if is_sharded else folder.glob(f"*/{ADAPTER_CONFIG_NAME}")
+    saved = {path.parent.name for path in found}
     if (saved or len(configs) > 1) and saved != configs.keys():
         raise ConfigError(
             f"{folder} holds {', '.join(sorted(saved)) or 'one adapter'}, and this model the "
