@@ -15,7 +15,6 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +71,11 @@ def load_file(path: Path, *, mmap: bool = False) -> Any:
             return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=plain)
 
 
-@cache
 def allow_plain() -> None:
     """Have ``weights_only`` take NumPy's plain values and ``BytesIO`` too, in all of this process.
 
-    Torch's ``safe_globals`` would undo at its end what the user has allowed, or another thread.
+    Torch's ``safe_globals`` would undo at its end what the user has allowed, or another thread. A
+    program's own one, such as `transformers`', undoes this, so each load allows it again.
     """
     import numpy as np
     import torch

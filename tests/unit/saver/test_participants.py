@@ -347,7 +347,7 @@ def test_a_participant_that_can_open_no_file_goes_on_and_saves_the_next_step(
         for step, opens in enumerate((nullcontext, no_file_opens, nullcontext), 1):
             cutting = threading.Thread(target=trainer.cut, args=(step,), kwargs={"timeout_s": 1.0})
             cutting.start()
-            assert part.wait_cut(60) == step
+            await_that(lambda step=step: part.wait_cut(60) == step, "the step is asked for")
             with opens():
                 assert part.wait_cut() in (step, None)
                 assert bool(part.save(step, {"at": step}).failure) == (opens is no_file_opens)
