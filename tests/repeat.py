@@ -34,10 +34,12 @@ class _Failures:
     def __init__(self, file: Path) -> None:
         self._file = file
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             with self._file.open("a") as lines:
                 print(json.dumps([report.nodeid, report.longreprtext]), file=lines)
+
+    pytest_collectreport = pytest_runtest_logreport  # a file that cannot be imported fails, too
 
 
 def repeat(file: Path) -> int:

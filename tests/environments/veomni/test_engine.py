@@ -18,7 +18,7 @@ from tests.support.states import differences
 from trinity_sync import ConfigError
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
-from trinity_sync.tensors.replicas import rebind
+from trinity_sync.tensors.replicas import adopt_meshes
 
 pytest.importorskip("veomni", reason="VeOmni has an environment of its own; see make veomni")
 pytestmark = pytest.mark.timeout(600)
@@ -117,9 +117,7 @@ def load(model: Path, root: Path, mesh: str, ours: bool) -> list[str]:
     if ours:
         known._coordinator.close()
     else:  # the mesh in the file is that of the first replica, where PyTorch gathers nothing here
-        own = {each.device_mesh: each.device_mesh for each in known.model.parameters()}
-        for state in engine.optimizer.state.values():
-            state.update(rebind(dict(state), own))
+        adopt_meshes([dict(each) for each in engine.optimizer.state.values()])
     return differences(torch.load(root.parent / "expected.pt", weights_only=False), whole(engine))
 
 

@@ -34,6 +34,15 @@ def test_a_test_that_fails_twice_fails_the_gate_as_does_a_run_that_ends_without_
     assert run_and_repeat(tmp_path, "import nothing_of_this_name")[1].returncode == 1
 
 
+def test_a_file_that_cannot_be_imported_fails_the_gate_also_beside_a_flaky_test(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_other.py").write_text("import nothing_of_this_name")
+    _, repeated = run_and_repeat(tmp_path, TESTS)
+    assert repeated.returncode == 1
+    assert "failed twice: test_other.py\n" in repeated.stdout
+
+
 def run_and_repeat(folder: Path, tests: str) -> tuple[int, subprocess.CompletedProcess[str]]:
     """Run tests as `.ci/run` does, two at a time; return the exit code and the repetition."""
     (folder / "test_it.py").write_text(tests)
