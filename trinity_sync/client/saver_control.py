@@ -31,6 +31,7 @@ from typing import BinaryIO
 from trinity_sync.errors import SaveError, SpoolError
 from trinity_sync.fs.atomic import make_folder, replace_file
 from trinity_sync.fs.process import read_umask
+from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT
 from trinity_sync.snapshot.spool import make_own_folder, warn_once
 
 logger = logging.getLogger(__name__)
@@ -226,10 +227,12 @@ class SaverControl:
 def name_saver(api_url: str | None = None) -> str:
     """Return the name of the saver of processes with this one's umask, mount namespace and server.
 
-    The server is the one that ``api_url`` or the environment names, with its password.
+    The server is the one that ``api_url`` or the environment names, with its password. A saver of a
+    release with other formats reads none of their jobs.
     """
     named = {name: value for name, value in os.environ.items() if name.startswith(_OF_SERVER)}
-    digest = hashlib.sha256(repr((api_url, sorted(named.items()))).encode()).hexdigest()[:8]
+    what = SPOOL_FORMAT, ROOT_FORMAT, api_url, sorted(named.items())
+    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:8]
     return f"{read_umask():03o}-{Path('/proc/self/ns/mnt').stat().st_ino}-{digest}"
 
 
