@@ -242,9 +242,8 @@ class Saver:
             return
         waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
         due = waiting
-        if after_s:
-            self._request(job, waiting)
         if waiting and after_s:
+            self._request(job, waiting)
             late = find_pending_saves(job, grace_s=after_s)
             due = [each for each in late if not _is_of_stack(job, each, after_s)]
         with self._lock:

@@ -19,6 +19,7 @@ from hypothesis.stateful import rule
 from tests.models.promised import Key, Saved, Step, Value
 from tests.models.promised_container import Container
 from tests.models.promised_world import comparable, state_of, where
+from tests.support.disk import look
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.participant import Participant
 from trinity_sync.errors import CommitError, SaveError, TrinitySyncError
@@ -46,16 +47,6 @@ class Evaluator:
 
     asks: Checkpoints
     found: dict[int, Step]
-
-
-def look(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """All names below a folder with inodes, times and contents."""
-    found = {}
-    for path in (folder, *folder.rglob("*")):
-        at = path.lstat()
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path)] = at.st_ino, at.st_mtime_ns, content
-    return found
 
 
 class Others:

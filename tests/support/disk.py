@@ -82,3 +82,13 @@ def no_file_opens() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def look(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """All names below a folder with inodes, times and contents."""
+    found = {}
+    for path in (folder, *folder.rglob("*")):
+        at = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path)] = at.st_ino, at.st_mtime_ns, content
+    return found

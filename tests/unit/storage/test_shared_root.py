@@ -19,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.disk import look
 from tests.support.dying import ANOTHER_USER, as_another_user
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened, when_renamed
@@ -145,16 +146,6 @@ def private(tmp_path: Path) -> Path:
     for path in folder.rglob("*"):
         os.utime(path, (0, 0))
     return folder
-
-
-def look(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """All names below a folder with inodes, times and contents."""
-    found = {}
-    for path in (folder, *folder.rglob("*")):
-        at = path.lstat()
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path)] = at.st_ino, at.st_mtime_ns, content
-    return found
 
 
 def a_life(job: Job, tmp_path: Path) -> Iterator[Callable[[], object]]:
