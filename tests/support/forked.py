@@ -3,33 +3,42 @@
 They are forked from a process that has imported torch and the client, which takes a core seconds.
 """
 
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 
 import pytest
 
-PRELOADED = ["torch.distributed", "trinity_sync.client.coordinator", "typer"]
+PRELOADED = ("torch.distributed", "trinity_sync.client.coordinator", "typer")
+_servers: dict[tuple[str, ...], ForkServer] = {}
 
 
-def get_context() -> ForkServerContext:
-    """Return what starts processes; the first call in a process chooses what they have imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell it the path
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        ensure_running()
-    return context
+@contextmanager
+def forking(*preloaded: str) -> Iterator[ForkServerContext]:
+    """Starts the processes of the block from one that has imported these modules.
+
+    multiprocessing has one such process, which has what its first user asked for.
+    """
+    server = _servers.setdefault(preloaded, ForkServer())
+    server.set_forkserver_preload([*preloaded])
+    with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as start:  # Python 3.11 does not tell it the path
+            start.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            server.ensure_running()
+        patch.setattr(
+            multiprocessing.forkserver, "connect_to_new_process", server.connect_to_new_process
+        )
+        yield multiprocessing.get_context("forkserver")
 
 
 class Program:
@@ -42,20 +51,22 @@ class Program:
         env: Mapping[str, str] | None = None,
         talks: bool = False,
     ) -> None:
-        context = get_context()
         with tempfile.NamedTemporaryFile(delete=False) as file:
             self._said = Path(file.name)
         argv = ["-c", *map(str, arguments)]
         given = dict(os.environ if env is None else env)
-        pipes = [context.Pipe(duplex=False) for _ in range(3 if talks else 0)]
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3 if talks else 0)]
         if talks:
             self.stdin, self.stdout, self.stderr = (
                 os.fdopen(os.dup(pipe[at].fileno()), mode)
                 for pipe, at, mode in zip(pipes, (1, 0, 0), "wrr", strict=True)
             )
         its = [pipe[at] for pipe, at in zip(pipes, (0, 1, 1), strict=False)]
-        self._process = context.Process(target=_run, args=(script, argv, given, self._said, its))
-        self._process.start()
+        with forking(*PRELOADED) as context:
+            self._process = context.Process(
+                target=_run, args=(script, argv, given, self._said, its)
+            )
+            self._process.start()
         for end in chain.from_iterable(pipes):
             end.close()
 
@@ -118,8 +129,9 @@ def run_command(
     argv = [*map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = get_context().Process(target=_run_command, args=(argv, dict(env), files))
-        process.start()
+        with forking(*PRELOADED) as context:
+            process = context.Process(target=_run_command, args=(argv, dict(env), files))
+            process.start()
         process.join(timeout)
         if process.exitcode is None:
             process.kill()

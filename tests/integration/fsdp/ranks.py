@@ -3,18 +3,17 @@
 They are forked from a process that has imported veRL, which takes a core ten seconds.
 """
 
-import multiprocessing
 import os
 import queue
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.forked import forking
 
 PRELOADED = "tests.integration.fsdp.preloaded"
 
@@ -27,26 +26,14 @@ def on_ranks(
     timeout_s: float = 120.0,
     preloaded: str = PRELOADED,
 ) -> list[Any]:
-    """Call ``program(*arguments)`` on every rank of a new process group; returns their results.
-
-    The first call in a process chooses the module that is imported once for all ranks.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preloaded])
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell it the path
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        ensure_running()
-    answers: Any = context.Queue()
+    """Call ``program(*arguments)`` on every rank of a new process group; returns their results."""
     rendezvous = scratch / f"rendezvous-{time.time_ns()}"
-    ranks = [
-        context.Process(
-            target=_rank,
-            args=(rank, world_size, rendezvous, answers, program, arguments, dict(os.environ)),
-        )
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
+    with forking(preloaded) as context:
+        answers: Any = context.Queue()
+        given = (world_size, rendezvous, answers, program, arguments, dict(os.environ))
+        ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(world_size)]
+        for rank in ranks:
+            rank.start()
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
     try:
@@ -54,9 +41,9 @@ def on_ranks(
             try:
                 rank, error, result = answers.get(timeout=1.0)
             except queue.Empty:
-                dead = [n for n, r in enumerate(ranks) if r.exitcode and n not in results]
-                if dead:
-                    pytest.fail(f"ranks {dead} died without an answer")
+                codes = {n: r.exitcode for n, r in enumerate(ranks) if n not in results}
+                if any(codes.values()):
+                    pytest.fail(f"ranks died without an answer; exit codes: {codes}")
                 if time.monotonic() > deadline:
                     pytest.fail(f"only ranks {sorted(results)} answered within {timeout_s:g} s")
                 continue

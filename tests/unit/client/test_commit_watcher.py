@@ -23,7 +23,7 @@ import torch
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.answers import server
 from tests.support.disk import no_file_opens
-from tests.support.forked import get_context
+from tests.support.forked import PRELOADED, forking
 from tests.support.job import Job
 from tests.support.meanwhile import fail_to_read
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
@@ -667,7 +667,8 @@ def test_a_redirect_to_another_host_takes_no_secret_along(monkeypatch: pytest.Mo
 def test_a_coordinator_that_is_dropped_without_close_leaves_no_thread_and_no_descriptor(
     job: Job, spool_folder: Path, tmp_path: Path
 ) -> None:
-    with ProcessPoolExecutor(1, get_context()) as alone:  # no other test's threads
+    with forking(*PRELOADED) as context, ProcessPoolExecutor(1, context) as alone:
+        # a process without the threads of other tests
         alone.submit(_drop_a_coordinator, job.root, spool_folder, tmp_path).result()
 
 

@@ -1,15 +1,16 @@
 """Many readers in processes of their own, while a trainer publishes version after version."""
 
-import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.forked import forking
 from tests.support.job import Job
 from tests.support.weights import VersionFile, upload
 from trinity_sync.weights.reader import WeightReader
@@ -20,13 +21,10 @@ NUMEL = 1 << 18
 
 
 @pytest.fixture(scope="module")
-def processes() -> Any:
+def processes() -> Iterator[Any]:
     """Processes that have torch imported at their start."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.unit.weights.test_weights_race", "torch._subclasses.fake_tensor"]
-    )
-    return context
+    with forking(__name__, "torch._subclasses.fake_tensor") as context:
+        yield context
 
 
 def states(step: int) -> list[dict[str, torch.Tensor]]:
