@@ -59,11 +59,20 @@ def savers_of(spool: Path) -> list[psutil.Process]:
     return found
 
 
+def suspend_saver(spool: Path) -> psutil.Process:
+    """Suspend the saver of a spool once it has ended what it had begun; return its process."""
+    await_that(lambda: not [*spool.glob("*/*.begun.json")], "the saver ends what it has begun")
+    (saver,) = savers_of(spool)
+    saver.suspend()
+    return saver
+
+
 def await_reaching() -> None:
     """Wait for threads that reach for a saver: they would start one, or keep it."""
     for thread in threading.enumerate():
         if thread.name == "commit-watcher":  # it may wait until its saver serves
-            thread.join(10)
+            thread.join(60)
+            assert not thread.is_alive(), "it would reach for a saver again"
 
 
 def end_savers(spool: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.support.savers import await_reaching, await_that, savers_of
+from tests.support.savers import await_reaching, await_that, savers_of, suspend_saver
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import RootAwayError, SaveFailedError, SaveTimeoutError
@@ -77,8 +77,7 @@ def test_a_save_waits_while_its_root_is_away_and_says_so(
     saves = coordinator()
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.wait_all(60)
-    (saver,) = savers_of(settings.spool)
-    saver.suspend()
+    saver = suspend_saver(settings.spool)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     away = take_away(job.root, how)
     saver.resume()
@@ -188,8 +187,7 @@ def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_wa
     saves = coordinator()
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.wait_all(60)
-    (saver,) = savers_of(settings.spool)
-    saver.suspend()
+    saver = suspend_saver(settings.spool)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     away = take_away(job.root, "is empty")
     saves.close(0)

@@ -23,7 +23,14 @@ from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
-from tests.support.savers import await_that, is_announced, is_locked, savers_of, train
+from tests.support.savers import (
+    await_that,
+    is_announced,
+    is_locked,
+    savers_of,
+    suspend_saver,
+    train,
+)
 from tests.support.waiting import until
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
@@ -226,8 +233,7 @@ def test_a_saver_that_was_killed_is_started_again(
     saves = coordinator()
     saves.save(1, {"model": {"w": torch.ones(3)}})
     saves.wait_all(60)
-    (first,) = savers_of(settings.spool)
-    first.suspend()
+    first = suspend_saver(settings.spool)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     first.kill()
     saves.wait_all(60)
