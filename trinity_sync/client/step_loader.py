@@ -90,7 +90,7 @@ class StepLoader:
                 own |= {"manifest": manifest, "besides": [*live], "borrow": borrow}
                 rest = open_states(self.root, step, role, **own)
                 others = together(lambda: opened.enter_context(rest))
-                adopt_meshes(others)
+                adopt_meshes(others, live)
                 states = filled | others
                 self.begin_at(step)  # from here on, retention spares the step for this run
             yield states

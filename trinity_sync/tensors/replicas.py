@@ -51,22 +51,31 @@ def _list_replicas(tensor: DTensor) -> list[int]:
     return ranks
 
 
-def adopt_meshes(state: Any) -> None:
+def adopt_meshes(state: Any, live: Any = ()) -> None:
     """Put the DTensors of a state that was loaded on this process's meshes.
 
     A mesh in a file has the place and the process groups of the rank that saved it. One that equals
-    no mesh of this process stays as it is.
+    no mesh of this process stays as it is. Of several equal ones, such as those of actor and
+    reference, all ranks take that of a tensor in ``live``, or the newest: they have groups of their
+    own, and ranks that gather in different ones wait for each other for ever.
     """
     loaded = {id(tensor.device_mesh): tensor.device_mesh for tensor in _iter_dtensors(state)}
     if not loaded or not dist.is_initialized():
         return
     meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
     own = [each for each in meshes if id(each) not in loaded and _is_own(each)]
+    first = {id(tensor.device_mesh) for tensor in _iter_dtensors(live)}
+    own.sort(key=lambda mesh: (id(mesh) in first, _list_groups(mesh)), reverse=True)
     for mesh in loaded.values():
         for each in own:
             if each == mesh:
                 vars(mesh).update(vars(each))
                 break
+
+
+def _list_groups(mesh: DeviceMesh) -> list[tuple[int, str]]:
+    """Return what sorts a mesh's groups by age on all of its ranks: their names are numbers."""
+    return [(len(group.group_name), group.group_name) for group in mesh.get_all_groups()]
 
 
 def _is_own(mesh: DeviceMesh) -> bool:

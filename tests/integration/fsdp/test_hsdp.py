@@ -1,5 +1,6 @@
 """Replicas under HSDP and FSDP2: the first saves for all, in files with the names of all."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.merged import merged_by_verl
@@ -174,3 +175,24 @@ def test_the_first_replica_need_not_be_that_of_rank_0(tmp_path: Path) -> None:
     found = on_ranks(_save_on_mesh, tmp_path / "job", scratch=tmp_path, world_size=4)
     assert [rank for rank, (components, _) in enumerate(found) if "model" in components] == [2, 3]
     assert [w for _, w in found] == [[0.0] * 3, [1.0] * 3] * 2
+
+
+def _load_beside_equal_meshes(root: Path) -> tuple[list[float], bool]:
+    """Load in a process that has two equal meshes, of which its collector may know one alone."""
+    meshes = []
+    for collect in (gc.freeze, int) if dist.get_rank() else (gc.collect, gc.collect):
+        meshes.append(init_device_mesh("cpu", (2, 2)))
+        collect()
+    weight = distribute_tensor(torch.arange(4.0), meshes[0], [Replicate(), Shard(0)])
+    with coordinator_of(root) as saves:
+        saves.save(2, {"model": {"w": weight}})
+        saves.wait_all()
+    with CheckpointCoordinator.of_process_group(root, run_key="next") as saves:
+        loaded = saves.load(2)["model"]["w"]
+    return loaded.full_tensor().tolist(), loaded.device_mesh.get_group(1) is meshes[1].get_group(1)
+
+
+def test_what_is_loaded_beside_equal_meshes_is_on_the_same_one_on_all_ranks(tmp_path: Path) -> None:
+    """As those of an actor and a reference: ranks would gather in different groups, for ever."""
+    gathered = on_ranks(_load_beside_equal_meshes, tmp_path / "job", scratch=tmp_path, world_size=4)
+    assert gathered == [([0.0, 1.0, 2.0, 3.0], True)] * 4

@@ -417,7 +417,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         if component == "model":
             self.model.load_state_dict(state, strict=not has_only_adapters(state))
         elif component == "optim":
-            adopt_meshes(state)
+            adopt_meshes(state, [*self.model.parameters()])
             backfilled = getattr(self, "_backfill_optimizer_state", None)  # veRL 0.8 has none
             self.optimizer.load_state_dict(backfilled(state) if backfilled else state)
         else:
