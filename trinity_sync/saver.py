@@ -40,7 +40,7 @@ from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_entry
-from trinity_sync.saves.pending_save import end_images, is_committed
+from trinity_sync.saves.pending_save import end_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
@@ -273,7 +273,7 @@ class Saver:
     def _refuse(self, request: SaveRequest, why: str) -> None:
         """Fail a save whose flow run the server will never accept, unless it is committed."""
         with suppress(OSError, TrinitySyncError):
-            if is_committed(request):
+            if request.is_committed:
                 return
         append(request, "failed", why, patience_s=PATIENCE_S)
         with self._lock:
@@ -374,7 +374,7 @@ def _list_unfinished(job: JobSpool, known: Collection[str]) -> list[SaveRequest]
             request = SaveRequest.model_validate_json(path.read_bytes())
             if request.key in known:
                 continue
-            told = None if is_committed(request) else read_entry(request)
+            told = None if request.is_committed else read_entry(request)
             if told and told.state == "failed":
                 path.unlink()
             else:

@@ -7,6 +7,7 @@ functions, which have no images, are treated in the same way.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from pydantic import ValidationError
 
@@ -40,10 +41,10 @@ def find_pending_saves(
     Within ``grace_s``, the trainer may still request the run of a sealed image itself. The process
     of a commit releases its slots within ``settle_s`` more. What waits for its root is left out.
     """
+    before = clock() - grace_s
     try:
         if explain_away(job.read_root(), job.folder.name):
             return []
-        before = clock() - grace_s
         found = {each.key: each for each in _find_in_job(job, grace_s, before - settle_s)}
         # these know how many functions to expect
         found |= {each.key: each for each in _find_of_functions(job, before, before - settle_s)}
@@ -65,32 +66,30 @@ def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveR
     saves: dict[SaveId, list[SealedImage]] = defaultdict(list)
     for image in sealed:
         saves[image.ticket.save].append(image)
-    for save, images in saves.items():
+    for images in saves.values():
+        request = _make_request(images)
         try:
-            refuse_other_job(save, job)
+            manifest = _read_commit(job, request)
         except SupersededError as error:
             for image in images:
                 if not image.failed:
                     mark_image_failed(image, str(error))
             continue
-        except CommitError:
-            pass  # its run's file is torn: the save fails with that
-        request = _make_request(save, images)
-        manifest = read_run_manifest(save.root, save.run, save.step)
-        if manifest and _is_committed(request, manifest):
+        if manifest:
             held = [each for each in images if each.ticket.image in manifest.images]
-            _finish_commit(save, manifest, held, before)
+            if held and manifest.committed_at < before:  # its process may still free them
+                _finish_commit(request.save, manifest, held)
             images = [each for each in images if each not in held]
         # also what was submitted after the commit, whose process is told how that ends
         if images and all(
             image.ticket.age_s(now) > grace_s and not image.failed for image in images
         ):
-            yield _make_request(save, images)
+            yield _make_request(images)
 
 
-def _make_request(save: SaveId, images: Sequence[SealedImage]) -> SaveRequest:
+def _make_request(images: Sequence[SealedImage]) -> SaveRequest:
     components = list_components([image.ticket for image in images])
-    return SaveRequest(**vars(save), components=components)
+    return SaveRequest(**vars(images[0].ticket.save), components=components)
 
 
 def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator[SaveRequest]:
@@ -103,38 +102,43 @@ def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator
             if path.stat().st_mtime >= written:
                 continue
             request = SaveRequest.model_validate_json(path.read_bytes())
-            save = request.save
-            manifest = read_run_manifest(save.root, save.run, save.step)
-            refuse_other_job(save, job)
+            manifest = _read_commit(job, request)
         except FileNotFoundError:
             continue  # it has just ended
         except SupersededError as error:
             warn_once(str(error))
             path.unlink(missing_ok=True)
             continue
-        except CommitError:
-            pass  # as above
         except (ValidationError, FormatError) as error:
             warn_once(f"cannot read the request {path}: {error}")
             continue
-        if not (manifest and _is_committed(request, manifest)):
+        if manifest is None:
             yield request
         elif manifest.committed_at < before:
-            finish_interrupted(save)
-            remove_statuses(job, save.run, save.step, save.kind)
+            finish_interrupted(request.save)
+            remove_statuses(job, request.run, request.step, request.kind)
 
 
-def _is_committed(request: SaveRequest, manifest: Manifest) -> bool:
-    """Return whether a save is committed, and was not submitted again since: a remote lacked it."""
-    return request.is_in(manifest) and (request.attempt == 1 or read_entry(request) is not None)
+def _read_commit(job: JobSpool, request: SaveRequest) -> Manifest | None:
+    """Return the manifest of a save that is committed, and was not submitted again since.
+
+    It is if a remote lacked it.
+
+    Raises:
+        SupersededError: it will never be committed.
+        FormatError: another release has committed the step.
+    """
+    save = request.save
+    with suppress(CommitError):  # its run's file is torn: the save fails with that
+        refuse_other_job(save, job)
+    manifest = read_run_manifest(save.root, save.run, save.step)
+    if request.is_in(manifest) and (request.attempt == 1 or read_entry(request)):
+        return manifest
+    return None
 
 
-def _finish_commit(
-    save: SaveId, manifest: Manifest, images: list[SealedImage], before: float
-) -> None:
+def _finish_commit(save: SaveId, manifest: Manifest, images: list[SealedImage]) -> None:
     """Finish an interrupted commit, and release the images that it holds."""
-    if not images or manifest.committed_at >= before:
-        return  # the commit task may still be releasing the slots
     digests = {image: record.digest for record in manifest.files for image in record.images}
     try:
         finish_interrupted(save)

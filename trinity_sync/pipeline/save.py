@@ -25,7 +25,7 @@ from trinity_sync.pipeline.several_nodes import (
 )
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import RemovalPlan, Rules
-from trinity_sync.saves.pending_save import compare_late_images, end_images, is_committed
+from trinity_sync.saves.pending_save import compare_late_images, end_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.save_id import SaveId
@@ -318,7 +318,7 @@ class SaverDriver(Driver):
                 f"{request.run_name} of {request.root} is not committed: save functions alone, of "
                 f"ranks on {len(nodes)} nodes, need the stack. See: trinity-sync up"
             )
-        self._together = len(nodes) > 1 and not is_committed(request)
+        self._together = len(nodes) > 1 and not request.is_committed
         if self._together:
             write_node_record(request, self._here, NodeRecord())
 

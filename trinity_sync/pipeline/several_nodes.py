@@ -30,7 +30,6 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import is_below
 from trinity_sync.saves.journal import Journal
-from trinity_sync.saves.pending_save import is_committed
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
@@ -137,7 +136,7 @@ def await_commit(
     """
     journal = Journal.of(request)
     quiet = Quiet(request, 2 * rank_timeout_s)
-    while not is_committed(request):
+    while not request.is_committed:
         with suppress(OSError):
             journal.read()
         entry = journal.find(request.key)

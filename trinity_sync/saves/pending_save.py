@@ -21,7 +21,7 @@ from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import latest_pointer_covers
-from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_head, read_run_number
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded
 from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.save_functions import read_statuses, remove_request
@@ -217,13 +217,8 @@ def end_images(
     """
     committed = False
     with suppress(OSError, TrinitySyncError):
-        committed = is_committed(request)
+        committed = request.is_committed
     if committed:
         compare_late_images(spool, request)
     else:
         mark_failed(spool, request.save, reason, limit_s=limit_s)
-
-
-def is_committed(request: SaveRequest) -> bool:
-    """Return whether the run of a save has committed it."""
-    return request.is_in(read_run_head(request.root, request.run, request.step))

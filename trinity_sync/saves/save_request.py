@@ -3,16 +3,14 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trinity_sync.errors import FormatError
 from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, name_job
 from trinity_sync.snapshot.save_id import SaveId
-
-if TYPE_CHECKING:
-    from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest import Manifest, read_run_head
 
 SAVE_DEPLOYMENT = "save-step/save-step"
 QUEUES: dict[Kind, str] = {"state_dict": "syncs", "checkpoint": "checkpoints"}
@@ -108,7 +106,7 @@ class SaveRequest(BaseModel):
             attempt=self.attempt,
         )
 
-    def is_in(self, manifest: "Manifest | None") -> bool:
+    def is_in(self, manifest: Manifest | None) -> bool:
         """Return whether a step is committed with this save, of all roles, by its run."""
         roles = self.roles if self.components else ()  # save functions have none
         return (
@@ -116,6 +114,15 @@ class SaveRequest(BaseModel):
             and manifest.run == self.run
             and manifest.has_kind(self.kind, roles)
         )
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether its run has committed it; it has not if the manifest cannot be read.
+
+        Raises:
+            FormatError: another release has committed the step.
+        """
+        return self.is_in(read_run_head(self.root, self.run, self.step))
 
     @property
     def job(self) -> str:
