@@ -236,13 +236,14 @@ class Saver:
             return bool(self._saves) or any(self._waiting.values()) or looks
 
     def _look_at(self, job: JobSpool) -> None:
-        after_s = read_served(job.folder, self._name) or 0.0
+        how = read_served(job.folder, self._name)
+        after_s = how if isinstance(how, float) else 0.0
         job.remove_closed()
         if self._is_away(job):
             return
         waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
         due = waiting
-        if waiting and after_s:
+        if waiting and how != "alone":
             self._request(job, waiting)
             late = find_pending_saves(job, grace_s=after_s)
             due = [each for each in late if not _is_of_stack(job, each, after_s)]
@@ -343,8 +344,9 @@ class Saver:
         Such a flow run may still commit it, as long as it writes.
         """
         append(request, "failed", failure, over=over, patience_s=PATIENCE_S)
-        after_s = read_served(self._spool / request.job, self._name) or 0.0
-        journal, quiet = Journal.of(request), Quiet(request, after_s or LOOK_S)
+        how = read_served(self._spool / request.job, self._name)
+        quiet_s = how if isinstance(how, float) else LOOK_S
+        journal, quiet = Journal.of(request), Quiet(request, quiet_s)
         while True:
             journal.read()
             known = journal.find(request.key)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import find_server
-from trinity_sync.client.saver_control import SaverControl
+from trinity_sync.client.saver_control import SaverControl, Serving
 from trinity_sync.errors import PrefectApiError, SaveError, TicketError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.saves.save_request import SaveRequest
@@ -35,8 +35,6 @@ SERVER = "server"
 """File in the folder of a job in the spool with the URL of the server that its trainer uses."""
 UNREQUESTED = "unrequested"
 """File next to it that says why flow runs cannot be requested now; its saver writes it."""
-AT_ONCE_S = 1e-6
-"""Seconds after which a saver commits what waits for no flow run; with 0 it requests none."""
 CHECK_S = 5.0
 """Seconds to wait for the server's answer in `SaveTrigger.require_stack`."""
 
@@ -131,8 +129,8 @@ class SaveTrigger:
             if not path.exists() or path.read_text() != self._server:
                 replace_file(path, self._server, sync=False)
         if self._after_s is not None:
-            after_s = min(self._after_s, max(self._hurry_s, AT_ONCE_S))
-            self._reach_saver(partial(self._saver.serve, job, after_s))
+            how: Serving = min(self._after_s, self._hurry_s) if self._after_s else "alone"
+            self._reach_saver(partial(self._saver.serve, job, how))
 
     def _reach_saver(self, reach: Callable[[], None]) -> None:
         try:

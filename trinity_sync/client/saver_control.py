@@ -4,9 +4,9 @@
 
     spool/saver-NAME.lock   locked by the saver of this spool with that name: `name_saver`
     spool/saver-NAME.wake   a pipe that it reads; a process that saves keeps it open for writing
-    spool/JOB/saver         in the folder of each job that a saver serves: the seconds for which it
-                            leaves a save to the job's stack, for which it requests the flow run,
-                            and its name
+    spool/JOB/saver         in the folder of each job that a saver serves: "alone" if the job has no
+                            stack, otherwise the seconds for which it leaves a save to the stack, for
+                            which it requests the flow run; and its name
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from trinity_sync.errors import SaveError, SpoolError
 from trinity_sync.fs.atomic import make_folder, replace_file
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 LOG = "saver.log"
 SERVED = "saver"
+Serving = float | Literal["alone"]
 CONNECT_S = 5.0
 """Seconds for which a process waits for the pipe of a saver that it has started."""
 STARTS = 2
@@ -75,8 +76,8 @@ class SaverControl:
         """Size of the log at the last start."""
         self._lock = threading.RLock()  # a signal's handler saves as well
 
-    def serve(self, job: str, after_s: float) -> None:
-        """Have the saver commit the saves of a job that no stack has begun after some seconds.
+    def serve(self, job: str, how: Serving) -> None:
+        """Have the saver commit the saves of a job, alone or what no stack has begun in time.
 
         Raises:
             SaveError: as `wake`.
@@ -87,7 +88,7 @@ class SaverControl:
                 self.close()
                 self._name, self._started = name, None
         with suppress(OSError):  # it has no images, or shared memory is full: nothing is staged
-            served = f"{after_s} {self._name}"
+            served = f"{how} {self._name}"
             if not path.exists() or path.read_bytes() != served.encode():
                 replace_file(path, served, sync=False)
         with self._lock:
@@ -246,15 +247,17 @@ def wake_path(spool: Path, name: str) -> Path:
     return spool / f"saver-{name}.wake"
 
 
-def read_served(folder: Path, name: str) -> float | None:
+def read_served(folder: Path, name: str) -> Serving | None:
     """Return for how many seconds the saver of a name leaves the saves of a job to a stack.
 
     None means for ever: a stack or another saver serves the job. ``folder`` is the job's in the
     spool.
     """
     try:
-        after_s, _, of = (folder / SERVED).read_text().partition(" ")
-        return float(after_s) if of == name else None
+        how, _, of = (folder / SERVED).read_text().partition(" ")
+        if of != name:
+            return None
+        return "alone" if how == "alone" else float(how)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # those of other jobs are committed
