@@ -23,7 +23,6 @@ from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, is_text, print_document, print_object, print_rows
 from trinity_sync.errors import (
     CommitError,
-    PrefectApiError,
     SaveError,
     SaveFailedError,
     SaveTimeoutError,
@@ -59,13 +58,8 @@ def runs(
 ) -> None:
     """List the saves of a job: in flight, failed with the reason, superseded and committed."""
     from trinity_sync.cli.saves import read_saves
-    from trinity_sync.orchestration.report.steps import list_saves
 
-    base, settings, unanswered = require_existing(root), read_settings(), None
-    try:
-        rows = read_saves(settings, base)
-    except PrefectApiError as error:  # it may be down with the saves that are looked for
-        rows, unanswered = list_saves(settings, base), error
+    rows, unanswered = read_saves(require_existing(root))
     if failed:
         rows = [row for row in rows if row.status == "failed"]
     most = limit or (MAX_ROWS if is_text(output) else len(rows))
@@ -90,15 +84,18 @@ def runs(
 )  # fmt: skip
 def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
-    from trinity_sync.cli.saves import query_saves
+    from trinity_sync.cli.saves import read_saves
     from trinity_sync.client.prefect_api import ask_server
 
-    settings, number = read_settings(), resolve_step_argument(root, step)
-    by_status = {row.status: row for row in reversed(query_saves(settings, root, step=number))}
+    number = resolve_step_argument(root, step)
+    rows, unanswered = read_saves(root, step=number, needs_server=True)
+    if unanswered:
+        raise unanswered
+    by_status = {row.status: row for row in reversed(rows) if row.flow_run}
     if "failed" not in by_status:
         raise _no_failed_save(root, number, by_status)
     save = by_status["failed"]
-    ask_server(settings, lambda api: api.retry_flow_run(UUID(save.flow_run)))
+    ask_server(read_settings(), lambda api: api.retry_flow_run(UUID(save.flow_run)))
     print_object(
         "save",
         replace(save, status="pending"),
@@ -146,12 +143,13 @@ def wait(
     from trinity_sync.client.prefect_connection import ANSWER_S
     from trinity_sync.orchestration.report.steps import read_step
 
-    base, settings = require_existing(root), read_settings()
-    deadline = time.monotonic() + timeout
+    base, deadline = require_existing(root), time.monotonic() + timeout
     saves: dict[int, set[tuple[int, Kind]]] = {}
     if step is None:
-        most = max(QUICK_S, min(timeout, ANSWER_S))
-        for save in read_saves(settings, base, answer_s=most):
+        rows, unanswered = read_saves(base, answer_s=max(QUICK_S, min(timeout, ANSWER_S)))
+        if unanswered:
+            raise unanswered
+        for save in rows:
             if save.is_in_flight:
                 saves.setdefault(save.step, set()).add((save.run, save.kind))
     else:
@@ -241,9 +239,9 @@ def _read_decisive_save(
 
     None if none is known.
     """
-    from trinity_sync.cli.saves import try_read_saves
+    from trinity_sync.cli.saves import read_saves
 
-    saves = try_read_saves(root, step=step, answer_s=answer_s)
+    saves, _ = read_saves(root, step=step, answer_s=answer_s)
     if wanted:
         saves = [each for each in saves if (each.run, each.kind) in wanted]
     return max(

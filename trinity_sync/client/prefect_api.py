@@ -8,14 +8,15 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trinity_sync.client.prefect_connection import PrefectConnection
 from trinity_sync.errors import PrefectApiError
+from trinity_sync.layout import Kind
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings
 
@@ -82,9 +83,14 @@ class FlowRun:
         return int(self.tags["run"])
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         """Kind that it saves."""
-        return self.tags["kind"]
+        return cast(Kind, self.tags["kind"])
+
+    @property
+    def save(self) -> tuple[int, int, Kind]:
+        """Run, step and kind."""
+        return self.run, self.step, self.kind
 
     @property
     def is_in_flight(self) -> bool:
@@ -162,17 +168,8 @@ class PrefectApi(PrefectConnection):
         return await self._filter_runs({"tags": {"all_": [f"job:{job}", *of_step]}}, newest_first)
 
     async def read_saves(self, job: str, *, step: int | None = None) -> list[FlowRun]:
-        """Read the newest flow runs of a job's saves, see `read_job_runs`.
-
-        Of a save that was submitted again, only the run of the last attempt is returned.
-        """
-        found: dict[tuple[int, int, str, str], FlowRun] = {}
-        for run in await self.read_job_runs(job, step=step):
-            if run.is_save:
-                key = (run.step, run.run, run.kind, run.name)  # the name has the roles
-                if key not in found or _get_attempt(found[key]) < _get_attempt(run):
-                    found[key] = run
-        return list(found.values())
+        """Read the newest flow runs of a job's saves, each of the last attempt."""
+        return find_last_attempts(await self.read_job_runs(job, step=step))
 
     async def read_pool_runs(
         self,
@@ -348,6 +345,17 @@ def get_task_name(name: str) -> str:
 
 def _of_types(*types: str) -> dict[str, Any]:
     return {"type": {"any_": list(types)}}
+
+
+def find_last_attempts(runs: Iterable[FlowRun]) -> list[FlowRun]:
+    """Return the flow runs of saves; of one that was submitted again, that of the last attempt."""
+    found: dict[tuple[object, ...], FlowRun] = {}
+    for run in runs:
+        if run.is_save:
+            key = *run.save, run.name  # which has the roles
+            if key not in found or _get_attempt(found[key]) < _get_attempt(run):
+                found[key] = run
+    return list(found.values())
 
 
 def _get_attempt(run: FlowRun) -> int:

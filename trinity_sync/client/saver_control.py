@@ -4,9 +4,9 @@
 
     spool/saver-NAME.lock   locked by the saver of this spool with that name: `name_saver`
     spool/saver-NAME.wake   a pipe that it reads; a process that saves keeps it open for writing
-    spool/JOB/saver         in the folder of each job that a saver serves: "alone" if the job has no
-                            stack, otherwise the seconds for which it leaves a save to the stack, for
-                            which it requests the flow run; and its name
+    spool/JOB/saver         in the folder of each job that a saver serves: "alone" if the job has
+                            no stack, otherwise the seconds for which it leaves a save to the stack,
+                            for which it requests the flow run; and its name
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
 saves has ended, however it ended.

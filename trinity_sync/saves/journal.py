@@ -54,6 +54,13 @@ SaveState = Literal["pending", "hidden", "failed", "completed"]
 """Hidden: the stack has begun the save, and does not see the memory of its trainer."""
 _STATES: tuple[SaveState, ...] = "pending", "hidden", "failed", "completed"
 
+STATES_OF_RUNS: dict[str, SaveState] = {
+    **dict.fromkeys(("RUNNING", "PENDING", "CANCELLING"), "pending"),
+    **dict.fromkeys(("FAILED", "CRASHED", "CANCELLED"), "failed"),
+    "COMPLETED": "completed",
+}
+"""What a flow run tells of its save, by the type of its state; nothing while it is scheduled."""
+
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A line: the state of a save."""

@@ -21,7 +21,7 @@ class Facts:
     """What is known of a save at one look."""
 
     told: Entry | None = None
-    """What the journal tells of its last attempt."""
+    """What the journal or its flow run tells of its last attempt."""
     is_committed: bool = False
     """Whether its run has committed it, with what this process has submitted."""
     counts: bool = True

@@ -24,11 +24,19 @@ from trinity_sync.storage.runs import hold_run, open_run
 def flow_run(step: int, run: int, kind: str, state: str, attempt: int = 1) -> dict[str, Any]:
     """A flow run of a save, as the server describes it."""
     request = SaveRequest(root="/ckpts", step=step, run=run, kind=kind, attempt=attempt)
+    return describe(request, state)
+
+
+def describe(
+    request: SaveRequest, state: str, starts: int = 0, at: str = "2026-01-02T03:04:05Z"
+) -> dict[str, Any]:
     return {
-        "id": f"00000000-0000-0000-0000-{run:012}",
+        "id": f"00000000-0000-0000-0000-{request.run:012}",
+        "idempotency_key": request.key,
+        "run_count": starts,
         "name": request.flow_run_name,
         "tags": request.tags,
-        "state": {"type": state, "name": state.title(), "timestamp": "2026-01-02T03:04:05Z"},
+        "state": {"type": state, "name": state.title(), "timestamp": at},
     }
 
 

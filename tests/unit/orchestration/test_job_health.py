@@ -75,9 +75,7 @@ def test_a_superseded_save_is_no_failure() -> None:
 
 def test_a_model_that_was_not_exported_is_open_until_it_is_although_its_step_is_committed() -> None:
     row, run = row_of(100, "valid"), ended(100, "Failed", "no config", NOW + 5)
-    (group,) = group_failures(
-        "/ckpts", [run], [replace(row, failed_exports=("critic",))], {(1, 100, "checkpoint")}
-    )
+    (group,) = group_failures("/ckpts", [run], [replace(row, failed_exports=("critic",))], set())
     assert (group.is_open, group.command) == (
         True,
         "trinity-sync export hf /ckpts 100 --role critic",

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from tests.support.answers import serving
+from tests.support.driven_saver import Line
 from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, savers_of, train
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client import commit_watcher
-from trinity_sync.client.saver_control import LOG
+from trinity_sync.client.saver_control import LOG, name_saver, read_served
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saver import _is_of_stack
 from trinity_sync.saves.journal import append, read_entry
@@ -90,6 +91,17 @@ def test_a_stack_that_is_away_delays_no_commit_for_long(
         saves.wait_all(60)
         assert is_by_saver(job.root, step)
     assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [2.0] * 9
+
+
+@pytest.mark.parametrize(("server", "told"), [("", "alone"), (AWAY, 0.0)])
+def test_a_saver_in_a_hurry_requests_flow_runs_and_one_alone_does_not(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, server: str, told: object
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", server)
+    trigger, name = Line(settings), job.spool.folder.name
+    trigger.begin(name)
+    trigger.hurry(name, 0.0)
+    assert read_served(job.spool.folder, name_saver()) == told
 
 
 def test_a_save_that_waits_for_a_slot_and_a_start_that_waits_for_a_save_have_the_saver_commit(

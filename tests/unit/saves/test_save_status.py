@@ -9,15 +9,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.answers import serving
 from tests.support.job import Job
+from tests.unit.cli.test_wait_command import describe
 from tests.unit.retention.test_retention import prune
 from trinity_sync.cli.commands import app
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.orchestration.report.steps import list_saves
 from trinity_sync.saves.journal import SaveState, append, read_entry
 from trinity_sync.settings import Settings
 from trinity_sync.storage.export_requests import fail_export_request
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.runs import open_run
 
 STEP = 4
@@ -121,3 +125,58 @@ def test_all_say_the_same_of_a_save(
     assert [each["message"] for each in report["failures"] if each["cause"] == "Failed"] == (
         [ranks_are_told] if status == "failed" else []
     )
+
+
+def is_required(job: Job) -> None:
+    remote = {"remote": f"file://{job.root}.remote", "remote_required": True}
+    write_job_settings(job.root, remote)
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "status", "reason"),
+    [
+        ((), "SCHEDULED", "pending", None),
+        ((worker("failed", DISK_FULL),), "SCHEDULED", "pending", None),  # it is retried
+        ((worker("pending"), FULL), "SCHEDULED", "pending", None),
+        ((worker("pending"), FULL), "RUNNING", "failed", DISK_FULL),
+        ((worker("pending"), FULL), "CRASHED", "failed", DISK_FULL),
+        ((worker("pending"), commits), "CRASHED", "committed", None),
+        ((worker("pending"), commits), "RUNNING", "committed", None),
+        ((commits, fails_to_export), "FAILED", "failed", None),
+        ((is_required, commits), "FAILED", "failed", None),
+        ((worker("pending"), is_superseded), "CANCELLED", "superseded", None),
+        ((commits, is_removed), "COMPLETED", "committed", None),
+    ],
+)
+def test_a_flow_run_tells_of_its_save_what_files_do_not_tell_better(
+    job: Job, events: tuple[Event, ...], state: str, status: str, reason: str | None
+) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(STEP, {"model": {"w": torch.zeros(3)}})
+    for event in events:
+        event(job)
+    env = {"TRINITY_SYNC_SPOOL": str(job.spool.folder.parent), "TRINITY_SYNC_HOME": f"{job.root}.h"}
+    at = "2099-01-02T03:04:05Z" if state == "SCHEDULED" else "2026-01-02T03:04:05Z"
+    of_save = json.dumps([describe(job.request(STEP), state, 1, at)])
+    with serving(
+        lambda it, _: (200, of_save if it.path == "/api/flow_runs/filter" else "[]")
+    ) as url:
+        run = CliRunner(env=env | {"PREFECT_API_URL": f"{url}/api"}).invoke
+        rows = json.loads(run(app, ["runs", str(job.root), "-o", "json"]).stdout)["saves"]
+        report = json.loads(run(app, ["report", str(job.root), "-o", "json"]).stdout)["report"]
+    rows = [row for row in rows if (row["run"], row["step"]) == (1, STEP)]
+    assert [(row["status"], row["reason"]) for row in rows] == [(status, reason)]
+    in_flight = [each["step"] for each in report["in_flight"]]
+    assert in_flight == [STEP] * (status in ("pending", "writing"))
+    assert [each["steps"] for each in report["failures"] if each["command"]] == (
+        [[STEP]] if status == "failed" else []
+    )
+
+
+def test_a_save_that_a_required_remote_lacks_is_listed_as_failed(job: Job) -> None:
+    open_run(job.root, "first", 0)
+    job.stage(STEP, {"model": {"w": torch.zeros(3)}})
+    for event in (is_required, commits, saver("failed", "no access")):
+        event(job)
+    (row,) = list_saves(Settings(spool=job.spool.folder.parent), job.root)
+    assert (row.status, row.reason) == ("failed", "no access")

@@ -3,6 +3,7 @@
 import platform
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,14 @@ from typing import Any
 from urllib.parse import quote
 from uuid import UUID
 
-from trinity_sync.client.prefect_api import FAILED, PAGE, FlowRun, PrefectApi, ask_server
+from trinity_sync.client.prefect_api import (
+    FAILED,
+    PAGE,
+    FlowRun,
+    PrefectApi,
+    ask_server,
+    find_last_attempts,
+)
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths, walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, job_id_of, steps_on_disk
@@ -25,10 +33,11 @@ from trinity_sync.orchestration.report.facts import (
     JobReport,
     Memory,
     RunRow,
+    SaveRow,
     StepRow,
     Use,
 )
-from trinity_sync.orchestration.report.health import Committed, group_failures, judge_health
+from trinity_sync.orchestration.report.health import group_failures, judge_health
 from trinity_sync.orchestration.report.steps import list_saves, read_steps
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.settings import Settings
@@ -72,30 +81,28 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     saves = tuple(sorted(read_saves(root), key=lambda each: each.committed_at)[-MAX_SAVES:])
     steps = tuple(_list_steps(root, starts, server))
     spool = JobSpool(settings.spool / job_id(root))
-    committed = _list_committed(steps) | {(each.run, each.step, each.timing.kind) for each in saves}
-    known = {(run.run, run.step, run.kind) for run in server.runs if run.is_save}
+    rows = list_saves(settings, root, runs=find_last_attempts(server.runs))
     failed = [
+        Failure(row.cause, row.reason or "", row.since or 0.0, row.url, row.save)
+        for row in rows
+        if row.cause
+    ]
+    told = {row.flow_run for row in rows if row.has_failed}
+    failed += [
         Failure(
             run.state.name,
             run.state.message,
             run.state.since or run.started_at,
             run.page,
-            (run.run, run.step, run.kind) if run.is_save else None,
+            run.save if run.is_save else None,
             run.name,
         )
         for run in server.runs
-        if run.state.type in FAILED
+        if run.state.type in FAILED and str(run.id) not in told
     ]
-    for row in list_saves(settings, root):
-        save = row.run, row.step, row.kind
-        if row.has_failed and save not in known:
-            assert row.cause
-            at, why = row.since or 0.0, row.reason or ""
-            failed.append(Failure(row.cause, why, at, row.url, save))
+    committed = {row.save for row in rows if row.status == "committed"}
     failures = group_failures(str(root), failed, steps, committed)
-    in_flight = tuple(
-        list_in_flight(settings, root, spool, server.runs, committed, tasks=server.tasks)
-    )
+    in_flight = tuple(_list_in_flight(settings, root, spool, rows, server))
     job = _read_job_settings(root)
     quarantined = list_paths(quarantine_folder(root), "*/global_step_*")
     return JobReport(
@@ -182,15 +189,6 @@ def _query_server(settings: Settings, root: Path) -> _Server:
         return _Server(error=str(error))
 
 
-def _list_committed(steps: Sequence[StepRow]) -> Committed:
-    return {
-        ((kind == "checkpoint" and step.checkpoint_run) or step.run, step.step, kind)
-        for step in steps
-        if step.run is not None and step.is_loadable
-        for kind in step.kinds
-    }
-
-
 def _list_steps(root: Path, known: Sequence[Run], server: _Server) -> Iterator[StepRow]:
     good = ("valid", "restored")
     checked = {row.get("step") for row in server.verified if row.get("state") in good}
@@ -248,46 +246,35 @@ def _list_uses(root: Path, now: float) -> Iterator[Use]:
         yield Use(reader.step, "reader", reader.name, reader.since, reader.behind)
 
 
-def list_in_flight(
-    settings: Settings,
-    root: Path,
-    spool: JobSpool,
-    runs: Sequence[FlowRun],
-    committed: Committed,
-    *,
-    tasks: Mapping[UUID, Set[str]],
+def _list_in_flight(
+    settings: Settings, root: Path, spool: JobSpool, rows: Sequence[SaveRow], server: _Server
 ) -> Iterator[InFlight]:
-    """Yield the saves with images on this node, and those whose flow run has not ended.
-
-    ``tasks`` are the names of the task runs of flow runs, by the flow run's id.
-    """
-    under_way = {(run.step, run.kind): run for run in runs if run.is_save and run.is_in_flight}
-    saves: dict[tuple[int, str], list[Ticket]] = {}
+    """Yield the saves that have not ended, with their images on this node."""
+    runs = {str(run.id): run for run in server.runs}
+    images: dict[tuple[int, int, str], list[Ticket]] = defaultdict(list)
     for image in spool.tickets()[0]:
-        ticket = image.ticket
-        if not image.failed and (ticket.run, ticket.step, ticket.kind) not in committed:
-            saves.setdefault((ticket.step, ticket.kind), []).append(ticket)
-    for step, kind in sorted({*under_way, *saves}):
-        run, tickets = under_way.get((step, kind)), saves.get((step, kind), [])
-        entered = run.state.since if run else 0.0
-        since = min((ticket.sealed_at for ticket in tickets), default=entered)
-        yield InFlight(
-            step,
-            kind,
-            _name_phase(run, tasks),
-            since,
-            len(tickets),
-            _find_missing_ranks(settings, root, tickets),
-            run.page if run else "",
-        )
+        if not image.failed:
+            images[image.ticket.run, image.ticket.step, image.ticket.kind].append(image.ticket)
+    for row in rows:
+        if row.is_in_flight:
+            run, tickets = runs.get(row.flow_run or ""), images[row.save]
+            yield InFlight(
+                row.step,
+                row.kind,
+                _name_phase(row, run, server.tasks),
+                min((ticket.sealed_at for ticket in tickets), default=row.since or 0.0),
+                len(tickets),
+                _find_missing_ranks(settings, root, tickets),
+                row.url or "",
+            )
 
 
-def _name_phase(run: FlowRun | None, tasks: Mapping[UUID, Set[str]]) -> str:
-    if run is None:
-        return "in memory, no flow run known"
-    if run.state.name != "Running":
+def _name_phase(row: SaveRow, run: FlowRun | None, tasks: Mapping[UUID, Set[str]]) -> str:
+    if run and run.state.name != "Running":
         return f"queued ({run.state.name.lower()})"
-    return "committing" if "commit" in tasks.get(run.id, ()) else "writing"
+    if run and "commit" in tasks.get(run.id, ()):
+        return "committing"
+    return "writing" if row.status == "writing" else "in memory, no flow run known"
 
 
 def _find_missing_ranks(settings: Settings, root: Path, tickets: Sequence[Ticket]) -> str:

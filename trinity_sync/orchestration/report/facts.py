@@ -126,6 +126,11 @@ class SaveRow:
     """Name of its state if it failed: ``Failed``, ``Crashed``, ``Superseded``, ``Evicted``, ..."""
 
     @property
+    def save(self) -> tuple[int, int, Kind]:
+        """Run, step and kind."""
+        return self.run, self.step, self.kind
+
+    @property
     def is_in_flight(self) -> bool:
         """Whether it may still commit without a retry."""
         return self.status in ("pending", "writing")

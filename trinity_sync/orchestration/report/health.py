@@ -18,7 +18,7 @@ RECENT = 20
 """Saves whose median interval is the usual one."""
 
 Committed = Set[tuple[int, int, Kind]]
-"""Run, step and kind of saves that are committed."""
+"""Run, step and kind of saves that are committed, and what follows their commit has not failed."""
 Lacking = Mapping[tuple[int | None, int], Sequence[str]]
 """Roles whose model was not exported, by run and step."""
 
@@ -110,7 +110,7 @@ def _describe(
 ) -> FailureGroup:
     ordered = sorted(failures, key=lambda each: each.at)
     newest, saves = ordered[-1], [(each, each.save) for each in ordered if each.save]
-    unsaved = [(each, save) for each, save in saves if save not in committed or save[:2] in lacking]
+    unsaved = [(each, save) for each, save in saves if save not in committed]
     target, save = (unsaved or saves)[-1] if saves else (None, None)
     roles = lacking.get(save[:2], ()) if save else ()
     remedy, command = _find_remedy(root, newest, target, bool(unsaved), roles)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from pydantic import ValidationError
 
@@ -12,9 +11,9 @@ from trinity_sync.client.prefect_api import FAILED, FlowRun
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import SaveRow, StepRow
-from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.journal import STATES_OF_RUNS, Entry, Journal
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import FAILURES, Facts, decide
+from trinity_sync.saves.save_status import Facts, SaveStatus, decide
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
@@ -22,7 +21,7 @@ from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.manifest import Manifest, read_run_head
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use, list_tags
 from trinity_sync.storage.runs import Run, find_superseding_run
@@ -35,10 +34,7 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
     """Yield the given steps. ``known`` are the runs of the job."""
     pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
     in_use, tags = list_steps_in_use(root), list_tags(root).values()
-    try:
-        has_remote = bool(read_required_remote(root))
-    except TrinitySyncError:  # reported by the command
-        has_remote = False
+    has_remote = _has_remote(root)
     for step in steps:
         found = read_step_state(root, step, known)
         row = StepRow(
@@ -57,6 +53,13 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
                 metrics=read_metrics(root, found.manifest.run, step),
             )
         yield row
+
+
+def _has_remote(root: Path) -> bool:
+    try:
+        return bool(read_required_remote(root))
+    except TrinitySyncError:  # reported by the command
+        return False
 
 
 def read_step(root: Path, step: int) -> StepRow:
@@ -93,18 +96,31 @@ def read_progress(settings: Settings, root: Path, save: SaveRow) -> WriteProgres
     return measure_progress(root, save.run, save.step, save.kind, spool, save.since or 0.0)
 
 
-def read_journal(root: Path) -> Journal:
-    """Return the journal of all runs of a job, empty if it cannot be read."""
-    journal = Journal(root)
-    with suppress(OSError):
-        journal.read()
-    return journal
+Save = tuple[int, int, Kind]
+"""Run, step and kind."""
+_SHOWN: dict[SaveStatus, str] = {
+    "submitted": "pending",
+    "hidden": "pending",
+    "begun": "writing",
+    "superseded": "superseded",
+    "not exported": "failed",
+    "not replicated": "failed",
+    "failed": "failed",
+}
+"""What lists call a status; all others are committed."""
 
 
-def list_saves(settings: Settings, root: Path, *, step: int | None = None) -> list[SaveRow]:
-    """Return the saves that the job's files and the images of this node tell, the newest first."""
+def list_saves(
+    settings: Settings, root: Path, *, step: int | None = None, runs: Sequence[FlowRun] = ()
+) -> list[SaveRow]:
+    """Return the saves that files, images of this node and flow runs tell, the newest first.
+
+    ``runs`` are those of the last attempts, as far as a server was asked.
+    """
     logged = {(each.run, each.step, each.timing.kind): each for each in read_saves(root)}
-    journal, runs = read_journal(root), list_known_runs(root)
+    journal, known, has_remote = Journal(root), list_known_runs(root), _has_remote(root)
+    with suppress(OSError):  # it tells nothing
+        journal.read()
     found: dict[Save, tuple[int, float, Facts]] = {}  # of the last attempt that is known
 
     def add(request: SaveRequest, since: float, marked: str | None = None) -> None:
@@ -115,6 +131,41 @@ def list_saves(settings: Settings, root: Path, *, step: int | None = None) -> li
         if attempt <= request.attempt:
             facts = Facts(told=journal.find(request.key), marked=marked)
             found[save] = request.attempt, since, facts
+
+    def make_row(save: Save, run: FlowRun | None = None) -> SaveRow | None:
+        log, (_, since, facts) = logged.get(save), found.get(save, (0, 0.0, Facts()))
+        if run:
+            since, facts = run.state.since, Facts(told=_tell(run, journal.find(run.key)))
+        manifest = read_run_head(root, *save[:2]) if run or save in found else None
+        here = manifest if manifest and manifest.has_kind(save[2]) else None
+        must_copy = has_remote and save[2] == "checkpoint"
+        facts = replace(
+            facts,
+            is_committed=bool(log or here),
+            counts=not (here and must_copy) or is_replicated(root, here),
+            is_exported=not (here and here.failed_exports),
+            is_gone=facts.marked is None,  # what has completed was committed
+            is_superseded=find_superseding_run(known, *save[:2]) is not None,
+        )
+        (status, why), told = decide(facts), facts.told
+        shown = _SHOWN.get(status, "committed")
+        if shown == "committed" and not (log or run):
+            return None  # its entry was dropped from the log
+        row = SaveRow(
+            save[1], save[0], save[2], shown, (told and told.at) or since or None,
+            url=(told and told.url) or None, reason=why or None,
+        )  # fmt: skip
+        if shown == "committed" and log:
+            row = replace(row, since=log.committed_at, seconds=log.timing.total_s)
+        if row.has_failed:
+            cause = "Superseded" if shown == "superseded" else _name_cause(run)
+            row = replace(row, cause=cause)
+        if run:
+            reason, took = why or run.state.message, run.seconds or row.seconds
+            row = replace(row, url=run.page, reason=reason, seconds=took, attempts=run.attempts)
+        return replace(
+            row, flow_run=(run and str(run.id)) or (row.url and row.url.rpartition("/")[2])
+        )
 
     spool = JobSpool(settings.spool / job_id(root))
     for image in spool.tickets()[0]:
@@ -129,73 +180,27 @@ def list_saves(settings: Settings, root: Path, *, step: int | None = None) -> li
         save = entry.run, entry.step, entry.kind
         if found.get(save, (0,))[0] <= entry.attempt:
             found[save] = entry.attempt, entry.at, Facts(told=entry)
-    rows = []
-    for save in {**logged, **found}:
-        if step not in (None, save[1]):
-            continue
-        _, since, facts = found.get(save, (0, 0.0, Facts()))
-        committed = find_committed(root, *save) if save in found else None
-        facts = replace(
-            facts,
-            is_committed=save in logged or committed is not None,
-            is_exported=not (committed and committed.failed_exports),
-            is_superseded=save in found and find_superseding_run(runs, *save[:2]) is not None,
-        )
-        status, why = decide(facts)
-        row = SaveRow(save[1], save[0], save[2], "committed", since=since)
-        if status in FAILURES:
-            cause = "Superseded" if status == "superseded" else "Failed"
-            row = replace(row, status=cause.lower(), cause=cause, reason=why)
-            if told := facts.told:
-                page = told.url or None
-                run = page and page.rpartition("/")[2]
-                row = replace(row, since=told.at, url=page, flow_run=run)
-        elif save in logged:
-            took = logged[save].timing.total_s
-            row = replace(row, since=logged[save].committed_at, seconds=took)
-        elif committed:
-            continue  # its entry was dropped from the log
-        elif status == "begun" and facts.told:
-            row = replace(row, status="writing", since=facts.told.at)
-        else:
-            row = replace(row, status="pending", reason=why)
-        rows.append(row)
-    return sort_saves(rows)
+    rows = [make_row(each.save, each) for each in runs]
+    asked = {each.save for each in runs}
+    rows += [make_row(save) for save in {**logged, **found} if save not in asked]
+    listed = [row for row in rows if row and step in (None, row.step)]
+    return sorted(listed, key=lambda row: row.since or 0.0, reverse=True)
 
 
-def sort_saves(rows: Iterable[SaveRow]) -> list[SaveRow]:
-    """Return saves with the newest first."""
-    return sorted(rows, key=lambda row: row.since or 0.0, reverse=True)
+def _tell(run: FlowRun, known: Entry | None) -> Entry | None:
+    """Return what a flow run tells of its save, or the journal if a saver has taken it over."""
+    state = STATES_OF_RUNS.get(run.state.type)
+    is_retried = state is None and known is not None and known.at < run.state.since
+    if known and known.takes_over and known.start >= run.attempts and not is_retried:
+        return known
+    return state and Entry(
+        key=run.key, run=run.run, step=run.step, kind=run.kind, attempt=1,
+        start=run.attempts, takes_over=False, state=state, message=run.state.message,
+        url=run.page, at=run.state.since,
+    )  # fmt: skip
 
 
-Save = tuple[int, int, Kind]
-"""Run, step and kind."""
-
-
-def find_committed(root: Path, run: int, step: int, kind: Kind) -> Manifest | None:
-    """Return the manifest of a save, if the step that is committed now has its files."""
-    manifest = read_step_state(root, step).manifest
-    return manifest if manifest and manifest.run == run and manifest.has_kind(kind) else None
-
-
-def make_row(run: FlowRun, known: Sequence[Run]) -> SaveRow:
-    """Return a flow run of a save as a row; one of the ``known`` runs may have superseded it."""
-    state, status = run.state, "committed"
-    if has_failed := state.type in FAILED:
-        superseding = find_superseding_run(known, run.run, run.step)
-        status = "superseded" if superseding else "failed"
-    elif state.type != "COMPLETED":
-        status = "pending" if state.type in ("SCHEDULED", "PAUSED") else "writing"
-    return SaveRow(
-        run.step,
-        run.run,
-        cast(Kind, run.kind),
-        status,
-        since=state.since or None,
-        seconds=run.seconds or None,
-        attempts=run.attempts or None,
-        flow_run=str(run.id),
-        url=run.page,
-        reason=state.message,
-        cause=("Crashed" if state.type == "CRASHED" else state.name) if has_failed else None,
-    )
+def _name_cause(run: FlowRun | None) -> str:
+    if run is None or run.state.type not in FAILED:
+        return "Failed"
+    return "Crashed" if run.state.type == "CRASHED" else run.state.name
