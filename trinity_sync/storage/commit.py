@@ -31,7 +31,7 @@ from trinity_sync.fs.atomic import (
     replace_file,
     sync_folder,
 )
-from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.layout import (
     FOLDERS,
     FULL_CHECKPOINT_MARK,
@@ -118,81 +118,40 @@ def commit(
     with exclude_writes(save), acquire_commit_lock(save.root) as lock:
         refuse_other_job(save)
         refuse_superseded(save.root, save.run, save.run_key, save.step)
-        earlier = _earlier(save)
-        roles = {file.record.role for file in written}
+        earlier = _read_earlier(save)
         ours = earlier if earlier and earlier.run == save.run else None
         committed = {record.path: record for record in ours.files} if ours else {}
-        if not (ours and ours.has_kind(save.kind, roles)):
+        roles = {file.record.role for file in written}
+        is_retry = ours is not None and ours.has_kind(save.kind, roles)
+        if not is_retry:  # which was complete
             _check_complete(save, written, statuses)
-            whole = False
-        else:  # a retry, which was complete; a checkpoint is the sync of its step, too
-            whole = save.kind == "checkpoint" or not ours.serves("checkpoint")
-        _refuse_other_content(save, written, earlier, committed, whole)
-        named = {file.record.path for file in written}
-        own = list_callable_files(save, statuses, named, committed)
-        records = [file.record for file in written]
-        files = (*compare_with_last_commit(save, records), *own)
-        manifest = Manifest(
-            job=save.job,
-            run=save.run,
-            run_key=save.run_key,
-            step=save.step,
-            kinds=list_served_kinds(save.kind, files, statuses),
-            files=files,
-            callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
-            committed_at=clock(),
-            exports={file.record.role: file.export for file in written if file.export},
-            keep=max((file.keep for file in written), default=0),
-        )
+        if ours:
+            _refuse_other_content(save, written, ours, committed, is_retry=is_retry)
+        manifest = _make_manifest(save, written, statuses, committed)
 
-        def add_timing(manifest: Manifest) -> Manifest:  # right before the write
+        def add_timing() -> Manifest:  # right before the write
             now = clock()
-            timing = measure_save(save, written, started_at, persisted_at, now)
-            timing = replace(timing, by_saver=by_saver)
+            timing = measure_save(save, written, started_at, persisted_at, now, by_saver=by_saver)
             return replace(manifest, committed_at=now, timings=(timing,))
 
         lock.require_held()
         make_folder(save.folder)
-        if earlier and earlier.run > save.run:
-            raise SupersededError(
-                f"{save} is superseded: run {earlier.run} has committed step {save.step}"
-            )
         identities = _link_equal_files(written)
-        replaced = earlier if earlier and earlier.run < save.run else None
+        replaced = None if ours else earlier
         kept = None if earlier else list_files_of_run(save.root, save.folder, save.run)
         if kept is not None or (replaced and not is_redundant_sync(save, replaced, manifest)):
             refuse_loss(save, replaced, manifest.kinds)
-            manifest = add_timing(manifest)
+            manifest = add_timing()
             replace_step(save, written, manifest, replaced, lock, kept or (), recycle=recycle)
         else:
             if not earlier:
                 remove_mark(save.folder)  # the mark of a step whose manifest is gone
-            by_folder = defaultdict[str, list[Written]](list)
-            for file in written:
-                by_folder[file.record.path.rpartition("/")[0]].append(file)
-            for name, of_folder in by_folder.items():
-                make_folder(save.folder / name)  # which another node's disk lacks
-                with pin_folder(save.folder / name) as folder:
-                    for file in of_folder:
-                        known = committed.get(file.record.path)
-                        _name(file, folder, known, identities[file.record.digest])
+            _name_files(save, written, committed, identities)
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
                 inherit_metrics(save, replaced)
-            manifest = add_timing(manifest)
-            merged = earlier.merge(manifest) if earlier else manifest
-            if replaced and not manifest.serves("checkpoint"):
-                merged = replace(merged, checkpoint_run=replaced.run)
-            if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
-                manifest = replace(manifest, committed_at=earlier.committed_at)  # a retry
-                finish_manifest(save.root, save.step)
-            else:
-                require_named_files(save, save.folder, merged)
-                lock.require_held()
-                write_manifest_into(save.folder, merged)
-        lock.require_held()
-        update_latest_pointers(save.root, manifest)
-        _link_dcp_folders(save)
+            manifest = _add_to_step(save, earlier, add_timing(), lock)
+        _update_pointers(save, manifest, lock)
         try:
             append_save(save.root, manifest)
         except OSError as error:
@@ -202,7 +161,50 @@ def commit(
             for kind in {*replaced.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
                 repair_latest_pointer(save.root, kind)
         _remove_other_attempts(save, written)
-    log_alarms(save, [record for record in files if record.path not in committed])
+    log_alarms(save, [record for record in manifest.files if record.path not in committed])
+    return manifest
+
+
+def _make_manifest(
+    save: SaveId,
+    written: Sequence[Written],
+    statuses: Sequence[CallableStatus],
+    committed: Mapping[str, FileRecord],
+) -> Manifest:
+    """Return the manifest of a save alone; the time of its commit is added right before it."""
+    named = {file.record.path for file in written}
+    own = list_callable_files(save, statuses, named, committed)
+    files = (*compare_with_last_commit(save, [file.record for file in written]), *own)
+    return Manifest(
+        job=save.job,
+        run=save.run,
+        run_key=save.run_key,
+        step=save.step,
+        kinds=list_served_kinds(save.kind, files, statuses),
+        files=files,
+        callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
+        committed_at=0.0,
+        exports={file.record.role: file.export for file in written if file.export},
+        keep=max((file.keep for file in written), default=0),
+    )
+
+
+def _add_to_step(
+    save: SaveId, earlier: Manifest | None, manifest: Manifest, lock: LockFile
+) -> Manifest:
+    """Write the manifest of a save whose files are named, with what the step has already.
+
+    Return the manifest of the save; a retry has the time of the first commit, and writes nothing.
+    """
+    merged = earlier.merge(manifest) if earlier else manifest
+    if earlier and earlier.run < save.run and not manifest.serves("checkpoint"):
+        merged = replace(merged, checkpoint_run=earlier.run)
+    if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
+        finish_manifest(save.root, save.step)
+        return replace(manifest, committed_at=earlier.committed_at)
+    require_named_files(save, save.folder, merged)
+    lock.require_held()
+    write_manifest_into(save.folder, merged)
     return manifest
 
 
@@ -224,9 +226,7 @@ def finish_interrupted(save: SaveId) -> None:
         except SaveError as error:
             logger.info("%s", error)
         else:
-            lock.require_held()
-            update_latest_pointers(save.root, manifest)
-            _link_dcp_folders(save)
+            _update_pointers(save, manifest, lock)
 
 
 def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
@@ -239,7 +239,10 @@ def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
         advance_latest_pointer(root, kind, manifest.run, manifest.step)
 
 
-def _link_dcp_folders(save: SaveId) -> None:
+def _update_pointers(save: SaveId, manifest: Manifest, lock: LockFile) -> None:
+    """Update the latest pointers, and link the files of a DCP checkpoint where its caller looks."""
+    lock.require_held()
+    update_latest_pointers(save.root, manifest)
     for role in save.roles:
         try:
             link_step(save.root, save.step, role)
@@ -295,25 +298,28 @@ def list_served_kinds(
 def _refuse_other_content(
     save: SaveId,
     written: Sequence[Written],
-    earlier: Manifest | None,
+    ours: Manifest,
     committed: Mapping[str, FileRecord],
-    whole: bool,
+    *,
+    is_retry: bool,
 ) -> None:
-    """Refuse to commit a file again with other content, or a file beside those of a ``whole`` save.
+    """Refuse to commit a file again with other content, or in a retry another file of the save.
 
     Raises:
         SaveError: this run, or the one whose checkpoint it left in place, has committed the file
             with other bytes; or this run has committed the save without it.
     """
     of_sync = save.kind == "state_dict"  # a role without weights has none
+    # a checkpoint is the sync of its step, too
+    whole = is_retry and not (of_sync and ours.serves("checkpoint"))
     roles = {each.role for each in committed.values() if each.is_weights or not of_sync}
-    run = (earlier.checkpoint_run if earlier else 0) or save.run
     for record in (file.record for file in written):
         known = committed.get(record.path)
         if known and known.digest != record.digest:
             raise SaveError(
-                f"{save} is not committed: run {run} has committed {known.path} of that step with "
-                "other content, which stays. Save a changed state as another step."
+                f"{save} is not committed: run {ours.checkpoint_run or save.run} has committed "
+                f"{known.path} of that step with other content, which stays. Save a changed state "
+                "as another step."
             )
         if whole and not known and record.role in roles:
             raise SaveError(
@@ -335,12 +341,22 @@ def _remove_other_attempts(save: SaveId, written: Sequence[Written]) -> None:
             remove_tree(attaching / name)
 
 
-def _earlier(save: SaveId) -> Manifest | None:
+def _read_earlier(save: SaveId) -> Manifest | None:
+    """Return the manifest of what the step has, which may be an earlier run's, or other roles'.
+
+    Raises:
+        SupersededError: it is a later run's.
+    """
     try:
-        return read_manifest(save.root, save.step)
+        earlier = read_manifest(save.root, save.step)
     except ManifestError as error:
         logger.warning("%s replaces a step without a valid manifest: %s", save, error)
         return None
+    if earlier and earlier.run > save.run:
+        raise SupersededError(
+            f"{save} is superseded: run {earlier.run} has committed step {save.step}"
+        )
+    return earlier
 
 
 def _link_equal_files(written: Sequence[Written]) -> dict[str, set[tuple[int, int]]]:
@@ -363,6 +379,23 @@ def _link_equal_files(written: Sequence[Written]) -> dict[str, set[tuple[int, in
                     link.hardlink_to(first)
                     link.replace(folder / path.name)
     return {digest: {file.identity for file in files} for digest, files in equal.items()}
+
+
+def _name_files(
+    save: SaveId,
+    written: Sequence[Written],
+    committed: Mapping[str, FileRecord],
+    identities: Mapping[str, set[tuple[int, int]]],
+) -> None:
+    by_folder = defaultdict[str, list[Written]](list)
+    for file in written:
+        by_folder[file.record.path.rpartition("/")[0]].append(file)
+    for name, of_folder in by_folder.items():
+        make_folder(save.folder / name)  # which another node's disk lacks
+        with pin_folder(save.folder / name) as folder:
+            for file in of_folder:
+                known = committed.get(file.record.path)
+                _name(file, folder, known, identities[file.record.digest])
 
 
 def _name(

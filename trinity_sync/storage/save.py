@@ -124,6 +124,8 @@ def measure_save(
     started_at: float,
     persisted_at: float,
     committed_at: float,
+    *,
+    by_saver: bool,
 ) -> SaveTiming:
     """Return how long a save took. All times are seconds since the epoch.
 
@@ -147,4 +149,5 @@ def measure_save(
         nbytes=sum(file.record.nbytes for file in written if file.temporary),
         ranks=len({(file.record.role, file.record.rank) for file in own}),
         nodes=len({file.node for file in own}),
+        by_saver=by_saver,
     )
