@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -62,6 +62,24 @@ class _NewestStep:
     submitted: dict[Kind, Origin] = field(default_factory=dict)
     metadata: Metadata | None = None
     """As it was given last and saved."""
+
+
+@dataclass
+class _Due:
+    """What of a save is to be staged, if its step was staged before."""
+
+    states: Mapping[str, Any]
+    """To stage, by component."""
+    earlier: Sequence[str] = ()
+    """Components that are part of the save, and staged already."""
+    late: Sequence[str] = ()
+    """Components and options that no save of the step had."""
+    again: bool = False
+    """Whether the save has failed, and is submitted as a whole."""
+    is_pending: bool = False
+    """Whether the save was submitted, and has not failed."""
+    is_served: bool = False
+    """Whether a save that was submitted has all of it, but for attachments."""
 
 
 class StateSaver:
@@ -130,91 +148,53 @@ class StateSaver:
         self.wait_staged()
         # comparing earlier images stalls the caller as well
         began = time.perf_counter() if began is None else began
-        role, step, kind = origin.role, origin.step, origin.kind
         given: Metadata | None = None
         if metadata is not None and origin.rank == 0:
             given = dict(metadata) if isinstance(metadata, Mapping) else Path(metadata)
-        states, again, earlier = components, False, list[str]()
-        newest = self._newest.get(role)
-        if newest is not None and newest.step == step:
-            known, last = newest.components, newest.submitted.get(kind)
-            again = last is not None and last.attempt < origin.attempt
-            pending = {
-                each
-                for each, submitted in newest.submitted.items()
-                if not (again if each == kind else self._has_failed(submitted.key))
-            }
-            # another rank has saved these for this one
-            serving = [newest.submitted[each] for each in pending if kind in SERVES_AS[each]]
-            covered = {
-                name
-                for each in serving
-                for name in {*each.replicated, *each.replicas}.difference(known)
-            }
-            own = {name: each for name, each in components.items() if name not in covered}
-            # a sync has no components of the checkpoint, and what failed is staged again
-            others = (name for name in known if name not in own and kind == "checkpoint")
-            earlier = [name for name in others if not (again and name in FOLDERS)]
-            if not again:
-                earlier += [
-                    name
-                    for name, state in own.items()
-                    if name in known and self._is_staged(origin, name, state)
-                ]
-            states = {name: state for name, state in own.items() if name not in earlier}
-            late = [name for name in states if name not in known]
-            for option in ("export", "keep"):
-                value = getattr(origin, option)
-                if value and any(getattr(each, option) != value for each in serving):
-                    late.append(option)
-            if kind in pending:
+        due = _Due(components)
+        newest = self._newest.get(origin.role)
+        if newest is not None and newest.step == origin.step:
+            due = self._find_due(origin, components, newest)
+            if due.is_pending:
                 attachments = None
-            is_served = bool(serving) and not (states or attachments or late)
-            if given and given != newest.metadata and (is_served or METADATA in earlier):
+            is_served = due.is_served and attachments is None
+            if given and given != newest.metadata and (is_served or METADATA in due.earlier):
                 logger.warning(  # an error would be one of rank 0 alone
                     "Step %d, role %s: its metadata is that of the first save of the step. Other "
                     "metadata is not saved; pass it with that save",
-                    step,
-                    role,
+                    origin.step,
+                    origin.role,
                 )
                 given = newest.metadata
             if is_served:
                 return NOTHING_STAGED
-            if not states and attachments is None:
-                states = components  # all went with another save; this one needs its own images
-            if kind in pending and late:
+            if due.is_pending and due.late:
                 raise ConfigError(
-                    f"step {step}, role {role}: {', '.join(late)} comes after the {kind} was "
-                    "submitted; submit all of a step in one call"
+                    f"step {origin.step}, role {origin.role}: {', '.join(due.late)} comes after "
+                    f"the {origin.kind} was submitted; submit all of a step in one call"
                 )
+        # if all went with another save, this one needs its own images
+        states = due.states if due.states or attachments else components
         packed = None
         try:
-            if given is not None and METADATA not in earlier:
+            if given is not None and METADATA not in due.earlier:
                 packed = self._pack(given)
             plan = self._stager.lay_out(
                 origin,
                 states,
-                also=earlier,
+                also=due.earlier,
                 metadata=packed,
                 attachments=attachments,
                 overlap=overlap,
                 check=self._check_overlap,
-                again=again,
+                again=due.again,
                 began=began,
             )
         except Exception as error:
             return self.fail(origin, error)
-        if not overlap:
-            return self._copy_and_submit(plan, given)
-        self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
-        try:
-            submitted = self._background.submit(self._copy_and_submit, plan, given)
-        except RuntimeError:  # after `close`, while Python ends, or no thread can be started
-            self._background = None  # which may have queued it
-            return self._copy_and_submit(plan, given)
-        self._overlapping = submitted
-        stall_s = time.perf_counter() - began
-        return Staged(plan.components, plan.nbytes, stall_s, 0.0, submitted=submitted)
+        if overlap:
+            return self._copy_in_background(plan, given, began)
+        return self._copy_and_submit(plan, given)
 
     def upload(
         self, origin: Origin, collect: Callable[[], Any]
@@ -381,11 +361,54 @@ class StateSaver:
             self.has_saved = True
         return published
 
+    def _find_due(self, origin: Origin, components: Mapping[str, Any], newest: _NewestStep) -> _Due:
+        """Compare a save with what was staged and submitted of its step before."""
+        kind, known, last = origin.kind, newest.components, newest.submitted.get(origin.kind)
+        again = last is not None and last.attempt < origin.attempt
+        pending = {
+            each
+            for each, submitted in newest.submitted.items()
+            if not (again if each == kind else self._has_failed(submitted.key))
+        }
+        # another rank has saved these for this one
+        serving = [newest.submitted[each] for each in pending if kind in SERVES_AS[each]]
+        covered = {name for each in serving for name in {*each.replicated, *each.replicas}}
+        own = {n: state for n, state in components.items() if n in known or n not in covered}
+        # a sync has no components of the checkpoint, and what failed is staged again
+        others = (name for name in known if name not in own and kind == "checkpoint")
+        earlier = [name for name in others if not (again and name in FOLDERS)]
+        earlier += [
+            name
+            for name, state in own.items()
+            if not again and name in known and self._is_staged(origin, name, state)
+        ]
+        states = {name: state for name, state in own.items() if name not in earlier}
+        late = [name for name in states if name not in known]
+        for option in ("export", "keep"):
+            value = getattr(origin, option)
+            if value and any(getattr(each, option) != value for each in serving):
+                late.append(option)
+        is_served = bool(serving) and not (states or late)
+        return _Due(states, earlier, late, again, kind in pending, is_served)
+
     def _is_staged(self, origin: Origin, component: str, state: Any) -> bool:
         """Return whether a state is staged at this step and has not changed since."""
         with suppress(Exception):  # staging a state that cannot be read raises why
             return self._stager.holds(origin, component, state)
         return False
+
+    def _copy_in_background(
+        self, plan: StagePlan, metadata: Metadata | None, began: float
+    ) -> Staged:
+        self._background = self._background or ThreadPoolExecutor(1, "overlapped-staging")
+        try:
+            submitted = self._background.submit(self._copy_and_submit, plan, metadata)
+        except RuntimeError:  # after `close`, while Python ends, or no thread can be started
+            self._background = None  # which may have queued it
+            return self._copy_and_submit(plan, metadata)
+        self._overlapping = submitted
+        stall_s = time.perf_counter() - began
+        return Staged(plan.components, plan.nbytes, stall_s, 0.0, submitted=submitted)
 
     def _copy_and_submit(self, plan: StagePlan, metadata: Metadata | None) -> Staged:
         """Copy and seal what was laid out, and submit the save."""
