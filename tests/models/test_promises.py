@@ -1064,7 +1064,7 @@ def each_start_is_a_process(patch: pytest.MonkeyPatch) -> None:
 
 MINUTES = float(os.environ.get("PROMISES_MINUTES") or 0)
 HOW = settings(
-    max_examples=int(os.environ.get("PROMISES_EXAMPLES") or 100),
+    max_examples=int(os.environ.get("PROMISES_EXAMPLES") or 60),
     stateful_step_count=25,
     deadline=None,
     database=None,
