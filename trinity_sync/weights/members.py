@@ -116,10 +116,8 @@ class Members:
         return sorted(self._registry.barrier.live_explorers or {self._settings.explorer})
 
     async def _record(self, name: str) -> Any:
-        """Return a member's actor; a restart knows from the state file that it was one."""
         if actor := await self._find(name):
             self._registry.barrier.actors.add(name)
-            await self._registry.save()
         return actor
 
     async def _watch(self, explorer: str | None, over: Callable[[], bool]) -> None:

@@ -147,7 +147,6 @@ class SyncBarrier:
         return {
             "trainer": _without_wait(self.trainer).value,
             "explorers": {name: _without_wait(each).value for name, each in self.explorers.items()},
-            "actors": sorted(self.actors),
         }
 
     @classmethod
@@ -160,7 +159,6 @@ class SyncBarrier:
         barrier = cls()
         barrier.trainer = Status(body["trainer"])
         barrier.explorers = {name: Status(status) for name, status in body["explorers"].items()}
-        barrier.actors = set(body.get("actors", ()))
         return barrier
 
 

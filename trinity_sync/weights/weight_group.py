@@ -1,12 +1,8 @@
 """A process group that sends weights from the trainer's rank 0 to all other members.
 
-A failed broadcast does not tell which member failed. So a member that notices the failure writes it
-to the store of the group, closes its connections, and waits for the other members to do the same:
-the error names those that stay silent. Three quarters of the time-out are for the broadcast, the
-rest for this roll call.
-
-What is said about the weights, and the reason of a failure, goes through the store: only bytes of
-weights go through the backend.
+A failed broadcast does not tell why. So the first member that fails writes its reason to the store
+of the group, and the errors of all members have it. What is said about the weights goes through the
+store as well: only bytes of weights go through the backend.
 
 The trainer's rank 0 and the explorers' workers are in different default groups, or in none. So the
 group is made of torch's public parts without a default group: a ``TCPStore`` on rank 0, at a port
@@ -35,8 +31,6 @@ from trinity_sync.tensors.torch_private import make_gloo_options, make_nccl_opti
 
 HEARD_LIMIT = timedelta(seconds=5)
 """Time for which rank 0 stays after a failure, for others to read the reason."""
-BROADCAST_FRACTION = 0.75
-"""Part of the time-out that a broadcast may take; the rest is for the roll call."""
 WORK_POLL_S, STORE_POLL_S = 0.001, 1.0
 """Seconds between two polls for the end of a call, as in torch for NCCL, and for failed members."""
 
@@ -48,8 +42,8 @@ class WeightGroup:
     receive the same version. After an error the group is broken: each call raises, and all members
     have to join a new one.
 
-    A broadcast and the roll call after its failure take at most ``timeout_s``. NCCL does not notice
-    failed members, and gloo not all of them, so the store is polled while waiting.
+    Members wait for each other at most ``timeout_s``. NCCL does not notice failed members, and gloo
+    not all of them, so the store is polled while waiting.
     """
 
     def __init__(
@@ -63,13 +57,12 @@ class WeightGroup:
         timeout_s: float,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.timeout_s = timeout_s
         self._backend, self._store = backend, cast(Any, store)
         self._headers = 0
         """Number of headers that were sent and read."""
         self._unread: list[str] = []
         """Keys, at rank 0, of headers that not all members have confirmed."""
-        self._limit = timedelta(seconds=timeout_s * BROADCAST_FRACTION)
+        self._limit = timedelta(seconds=timeout_s)
         self._broken: str | None = None
         self._buffers: dict[int, torch.Tensor] = {}
 
@@ -121,7 +114,6 @@ class WeightGroup:
         """Start to send ``tensor`` from rank 0, or to receive it; return the work for `wait`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = self._limit
         return self._start("broadcast", tensor, options)
 
     def wait(self, works: Iterable[Any]) -> None:
@@ -144,9 +136,7 @@ class WeightGroup:
             WeightSyncError: a member did not in time.
         """
         present = torch.ones(1, dtype=torch.int64, device=self.device)
-        options = dist.AllreduceOptions()
-        options.timeout = self._limit
-        self.wait([self._start("allreduce", present, options)])
+        self.wait([self._start("allreduce", present, dist.AllreduceOptions())])
         while self._unread:
             self._store.delete_key(self._unread.pop())
 
@@ -163,30 +153,46 @@ class WeightGroup:
         return found
 
     def fail(self, reason: str) -> WeightSyncError:
-        """Leave the group after a failure; return an error that names the silent members."""
-        if not self.broken:
-            self._broken = f"it failed: {reason}"
-            answers = self._roll_call(reason)
-            self._broken += answers
-            return WeightSyncError(
-                f"rank {self.rank} of {self.world_size} of the weight group: {reason}{answers}; "
-                "the weights did not arrive, join a new group and send them again"
-            )
-        return self._broken_error()
+        """Leave the group after a failure; return an error with the first member's reason."""
+        if self.broken:
+            return self._broken_error()
+        found = f"rank {self.rank} gave up: {reason}"
+        self._broken = f"it failed: {found}"
+        try:
+            found = self._store.compare_set("failed", "", found).decode()
+            if self.rank == 0:  # for members that wait for a header
+                self._store.set(self._header_key, "{}")
+            self._abort()
+            if self.rank:
+                self._store.set(f"heard/{self.rank}", "")
+            else:  # its process may end, and the store with it
+                others = range(1, self.world_size)
+                find_absent(self._store, "heard", others, min(self._limit, HEARD_LIMIT))
+        except RuntimeError:
+            self._abort()
+            found += "; rank 0, the trainer's, is gone"
+        self._broken = f"it failed: {found}"
+        return WeightSyncError(
+            f"rank {self.rank} of {self.world_size} of the weight group: {found}; the weights did "
+            "not arrive, join a new group and send them again"
+        )
 
     def _poll(self, work: Any) -> None:
-        """Wait until the work or another member has ended, which no back end always notices."""
-        began = checked = time.monotonic()
-        while not work.is_completed() and checked < began + self._limit.total_seconds():
+        """Wait until the work has ended; raise if another member fails or none answers in time."""
+        seconds = self._limit.total_seconds()
+        deadline, checked = time.monotonic() + seconds, time.monotonic()
+        while not work.is_completed():
             time.sleep(WORK_POLL_S)
-            if time.monotonic() < checked + STORE_POLL_S:
-                continue
-            checked = time.monotonic()
-            if any(self._store.check([f"gave up/{rank}"]) for rank in range(self.world_size)):
-                raise RuntimeError("another member gave up")
+            if (now := time.monotonic()) > deadline:
+                raise RuntimeError(f"a member did not answer within {seconds:g} s")
+            if now > checked + STORE_POLL_S:
+                checked = now
+                if self._store.check(["failed"]):
+                    raise RuntimeError("another member gave up")
 
     def _start(self, operation: str, tensor: torch.Tensor, options: Any) -> Any:
         self._require_usable()
+        options.timeout = 2 * self._limit  # `_poll` ends first, and says what is missing
         try:
             return getattr(self._backend, operation)([tensor], options)
         except RuntimeError as error:
@@ -212,33 +218,6 @@ class WeightGroup:
     @property
     def _header_key(self) -> str:
         return f"header/{self._headers}"
-
-    def _roll_call(self, reason: str) -> str:
-        """Write the reason to the store; return other members' reasons, or name silent members."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        try:
-            self._store.set(f"gave up/{self.rank}", reason)
-            if self.rank == 0:  # for members that wait for a header
-                self._store.set(self._header_key, "{}")
-            self._abort()
-            rest = timedelta(seconds=self.timeout_s * (1 - BROADCAST_FRACTION))
-            silent = find_absent(self._store, "gave up", others, rest)
-            reasons = {
-                r: self._store.get(f"gave up/{r}").decode() for r in others if r not in silent
-            }
-            names = ", ".join(
-                f"rank {rank} ({self._store.get(f'joined/{rank}').decode()})" for rank in silent
-            )
-            if self.rank:
-                self._store.set(f"heard/{self.rank}", "")
-            else:  # its process may end, and the store with it
-                find_absent(self._store, "heard", reasons, min(rest, HEARD_LIMIT))
-        except RuntimeError:
-            self._abort()
-            return "; rank 0, the trainer's, is gone"
-        if names:
-            return f"; no answer from {names}"
-        return "".join(f"; rank {rank} gave up: {why}" for rank, why in reasons.items())
 
 
 def find_absent(store: Store, what: str, ranks: Iterable[int], limit: timedelta) -> list[int]:
@@ -395,7 +374,7 @@ def _join(store: Store, where: str, rank: int, world_size: int, timeout_s: float
             backend, PrefixStore(backend, store), rank, world_size, limit
         )
     except ConfigError as error:
-        store.set(f"gave up/{rank}", str(error))
+        store.compare_set("failed", "", f"rank {rank} gave up: {error}")
         raise
     except RuntimeError as error:
         raise WeightSyncError(

@@ -30,7 +30,7 @@ from trinity_sync.weights.weight_group import (
 )
 
 SPAWN = multiprocessing.get_context("spawn")
-TIMEOUT_S, SHORT_S = 600.0, 6.0
+TIMEOUT_S, SHORT_S = 600.0, 4.0
 """Time-outs in seconds: of a group whose members all answer, and of one with a silent member."""
 BUCKET = 1 << 16
 
@@ -233,15 +233,23 @@ def _take(group: WeightGroup) -> Any:
         return [name for name, _ in tensors]
 
 
-def test_a_reader_killed_in_mid_broadcast_is_named_on_all_sides(
-    members: Any,
-) -> None:
-    group, readers = members(_killed_in_the_middle, _take, timeout_s=SHORT_S)
-    pid = readers[0].process.pid
+def test_a_reader_killed_in_mid_broadcast_ends_it_on_all_sides_for_one_reason(members: Any) -> None:
+    group, readers = members(_killed_in_the_middle, _take)
     large = (torch.zeros(1 << 20) for _ in range(200))
-    with pytest.raises(WeightSyncError, match=rf"no answer from rank 1 \(host .*, pid {pid}\)"):
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 3 of .*: rank [02] gave up") as heard:
         send_weights(((f"w{n}", t) for n, t in enumerate(large)), group, version=3)
-    assert f"pid {pid})" in str(readers[1].answer())
+    assert str(readers[1].answer()) == str(heard.value).replace("rank 0 of 3", "rank 2 of 3")
+
+
+def _silent(group: WeightGroup) -> None:
+    group._store.wait(["failed"], timedelta(seconds=TIMEOUT_S))
+
+
+def test_a_broadcast_to_a_reader_that_hangs_ends_by_its_time_out(members: Any) -> None:
+    group, (reader,) = members(_silent, timeout_s=SHORT_S)
+    with pytest.raises(WeightSyncError, match=f"a member did not answer within {SHORT_S:g} s"):
+        send_weights([("w", torch.zeros(3))], group, version=3)
+    assert reader.answer() is None
 
 
 def test_a_dead_trainer_ends_the_wait_of_its_readers(members: Any) -> None:
@@ -250,11 +258,9 @@ def test_a_dead_trainer_ends_the_wait_of_its_readers(members: Any) -> None:
     assert "rank 0, the trainer's, is gone" in str(reader.answer())
 
 
-def test_a_trainer_that_sends_nothing_is_named_by_its_readers(members: Any) -> None:
+def test_a_trainer_that_sends_nothing_ends_the_wait_of_its_readers(members: Any) -> None:
     _, (reader,) = members(_take, timeout_s=SHORT_S)
-    assert f"rank 0 sent nothing for {0.75 * SHORT_S:g} s; no answer from rank 0" in str(
-        reader.answer()
-    )
+    assert f"rank 1 gave up: rank 0 sent nothing for {SHORT_S:g} s" in str(reader.answer())
 
 
 def test_the_port_of_a_host_cannot_be_taken_before_the_trainer_joins() -> None:
@@ -412,9 +418,9 @@ class _SlowStore:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def get(self, key: str) -> bytes:
+    def compare_set(self, *arguments: str) -> bytes:
         time.sleep(0.5)
-        return self._store.get(key)
+        return self._store.compare_set(*arguments)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -439,23 +445,22 @@ def test_a_member_without_a_gpu_refuses_a_group_over_nccl_and_says_so_to_the_oth
     store.set("joined/0", "host a, pid 1")
     with pytest.raises(ConfigError, match='this process has none; pass backend="gloo"'):
         join_weight_group("127.0.0.1", store.port, rank=1, world_size=2, timeout_s=TIMEOUT_S)
-    assert "needs a GPU in each member" in store.get("gave up/1").decode()
+    assert "needs a GPU in each member" in store.get("failed").decode()
     with pytest.raises(ConfigError, match="this process has none"):
         WeightGroupHost(address="127.0.0.1").join(world_size=2, backend="nccl", timeout_s=1)
 
 
-def _give_up_in_words(group: WeightGroup) -> str:
+def _give_up_in_words(group: WeightGroup) -> None:
     """As over NCCL: the connections stay, and the word in the store is all that tells."""
-    group._store.set("gave up/1", "its disk is full")
-    group._store.wait(["gave up/0"])
-    return group._store.get("gave up/0").decode()
+    group._store.set("failed", "rank 1 gave up: its disk is full")
+    group._store.wait(["header/2"])
 
 
 def test_a_failed_member_is_noticed_through_the_store(members: Any) -> None:
     group, (reader,) = members(_give_up_in_words)
-    with pytest.raises(WeightSyncError, match="another member gave up; rank 1 gave up: its disk"):
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 .*: rank 1 gave up: its disk"):
         send_weights([("w", torch.zeros(3))], group, version=3)
-    assert reader.answer() == "another member gave up"
+    assert reader.answer() is None
 
 
 def test_environment_variables_of_a_group_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,11 +479,11 @@ def _gone_once_connected(port: int) -> None:
     _create_backend("gloo", dist.PrefixStore("gloo", store), 1, 2, limit)
 
 
-def test_a_member_that_dies_before_all_are_connected_is_named_at_the_join() -> None:
+def test_a_member_that_dies_before_all_are_connected_fails_the_join() -> None:
     host = WeightGroupHost(address="127.0.0.1")
     with ThreadPoolExecutor() as pool:
         pool.submit(_gone_once_connected, host.port)
-        with pytest.raises(WeightSyncError, match=r"no answer from rank 1 \(host a, pid 1\)"):
+        with pytest.raises(WeightSyncError, match="rank 0 gave up"):
             host.join(world_size=2, timeout_s=SHORT_S)
 
 

@@ -44,12 +44,6 @@ def kill(synchronizer: Any, root: Path) -> None:
     until(lambda: read_address(root) != before, "the restart", ASK_S)
 
 
-def actors_known(root: Path) -> list[str]:
-    """Members of which the state file says that they are actors."""
-    state = read_state(root)
-    return state["barrier"]["actors"] if state else []
-
-
 @ray.remote(num_cpus=0)
 class Member:
     """A trainer or an explorer that is a Ray actor."""
@@ -337,23 +331,6 @@ def test_a_dead_explorer_ends_the_rendezvous_and_counts_as_stopped(
     assert ask(explorers["a"].ready.remote(synchronizer, "explorer", 0, "a")) == 7
     assert ask(again) == 7
     ray.kill(explorers["a"])
-
-
-def test_an_explorer_that_died_while_the_synchronizer_was_down_counts_as_stopped(
-    synchronizer: Any, root: Path, namespace: str
-) -> None:
-    explorer = Member.options(name="b", namespace=namespace).remote()
-    ask(explorer.what_was_seen.remote())
-    for name in ("a", "b"):
-        ask(synchronizer.set_explorer_status.remote("running", explorer=name))
-    ask(synchronizer.set_trainer_status.remote("running"))
-    until(lambda: actors_known(root) == ["b"], "b to be known as an actor", ASK_S)
-    ray.kill(explorer)
-    until(lambda: "'b'" not in str(ray.util.list_named_actors(True)), "its end", ASK_S)
-    kill(synchronizer, root)
-    first = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "a")
-    require(synchronizer, "b", "stopped")
-    assert ask([synchronizer.ready_to_nccl_sync.remote("trainer", 6), first]) == [6, 6]
 
 
 def test_a_dead_trainer_releases_the_explorers_that_wait(synchronizer: Any, namespace: str) -> None:
