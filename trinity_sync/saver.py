@@ -39,8 +39,8 @@ from trinity_sync.fs.locks import LockFile
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
-from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_entry
-from trinity_sync.saves.pending_save import end_images
+from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
+from trinity_sync.saves.pending_save import end_images, read_status
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
@@ -249,13 +249,13 @@ class Saver:
             due = [each for each in late if not _is_of_stack(job, each, after_s)]
         with self._lock:
             known = {*self._saves, *(each.key for each in waiting)}
-        due = [*due, *_list_unfinished(job, known)]
+        due = [*due, *self._list_unfinished(job, known)]
         with self._lock:
             waits = any(each.key not in self._failed for each in waiting)
             self._waiting[job.folder] = waits and after_s < math.inf
             new = [each for each in due if each.key not in {*self._saves, *self._failed}]
         for request in new:
-            arguments = request, self._find_begun(job, request)
+            arguments = request, self._read_journal(job, request).find(request.key)
             save = threading.Thread(target=self._save, args=arguments, daemon=True)
             with self._lock:
                 save.start()
@@ -290,20 +290,43 @@ class Saver:
             self._waiting[job.folder] = waits
         return bool(why)
 
-    def _find_begun(self, job: JobSpool, request: SaveRequest) -> Entry | None:
-        """Return what has begun a save before this saver."""
+    def _list_unfinished(self, job: JobSpool, known: Collection[str]) -> list[SaveRequest]:
+        """Return the saves, without ``known`` keys, that a saver had begun when it was killed.
+
+        Of the committed ones, the export or upload may be missing. Nobody was told of the others,
+        which are tried again: the images of one that has failed are marked before its journal says
+        so.
+        """
+        found = []
+        for path in list_paths(job.folder, f"*{BEGUN}"):
+            try:
+                request = SaveRequest.model_validate_json(path.read_bytes())
+                if request.key in known:
+                    continue
+                if read_status(request, self._read_journal(job, request))[0] == "failed":
+                    path.unlink()
+                else:
+                    found.append(request)
+            except FileNotFoundError:
+                continue  # it has just ended
+            except (OSError, ValidationError, TrinitySyncError) as error:
+                warn_once(f"cannot resume the save of {path}: {error}")
+        return found
+
+    def _read_journal(self, job: JobSpool, request: SaveRequest) -> Journal:
+        """Return the journal of the run of a save, with what has begun it before this saver."""
         name = job.folder, request.save.run_label
         journal = self._journals[name] = self._journals.get(name) or Journal.of(request)
         with suppress(OSError):  # the save tells why
             journal.read()
-        return journal.find(request.key)
+        return journal
 
     def _save(self, request: SaveRequest, over: Entry | None) -> None:
         """Save, in the place of what has begun it before."""
         lower_thread_priority(self._writing.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
-        why = over.message if over and over.state == "hidden" else ""
+        why = over.message if over and over.is_hidden else ""
         append(request, "pending", why, over=over)
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
@@ -352,7 +375,7 @@ class Saver:
             known = journal.find(request.key)
             if known is None or known.has_ended or known.takes_over:
                 return
-            if known.state == "hidden" or quiet.pause():
+            if known.is_hidden or quiet.pause():
                 append(request, "failed", failure, over=known, patience_s=PATIENCE_S)
 
     def _make_driver(self, request: SaveRequest) -> SaverDriver:
@@ -362,30 +385,6 @@ class Saver:
 def _begun_path(folder: Path, request: SaveRequest) -> Path:
     """Return where it is written that a save is in work: what follows its commit has no images."""
     return folder / f"{request.key_digest}{BEGUN}"
-
-
-def _list_unfinished(job: JobSpool, known: Collection[str]) -> list[SaveRequest]:
-    """Return the saves that a saver had begun when it was killed, but those with ``known`` keys.
-
-    Of the committed ones, the export or upload may be missing. Nobody was told of the others, which
-    are tried again: the images of one that has failed are marked before its journal says so.
-    """
-    found = []
-    for path in list_paths(job.folder, f"*{BEGUN}"):
-        try:
-            request = SaveRequest.model_validate_json(path.read_bytes())
-            if request.key in known:
-                continue
-            told = None if request.is_committed else read_entry(request)
-            if told and told.state == "failed":
-                path.unlink()
-            else:
-                found.append(request)
-        except FileNotFoundError:
-            continue  # it has just ended
-        except (OSError, ValidationError, TrinitySyncError) as error:
-            warn_once(f"cannot resume the save of {path}: {error}")
-    return found
 
 
 def _is_of_stack(job: JobSpool, request: SaveRequest, within_s: float) -> bool:

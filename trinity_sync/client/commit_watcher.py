@@ -169,7 +169,7 @@ class CommitWatcher:
             journal.read()
         while True:
             entry = journal.find(save.key)
-            if not (self.has_failed(save.key) or (entry and entry.state == "failed")):
+            if not (self.has_failed(save.key) or (entry and entry.has_failed)):
                 return save
             save = replace(save, attempt=save.attempt + 1)
 
@@ -379,7 +379,7 @@ class CommitWatcher:
         save.look_at = now + min(max(least, (now - save.since) / 25), LOOK_S[1])
         try:
             failure = save.find_result(entry, self._spool)
-            if failure is None and self._leads and entry and entry.state == "hidden":
+            if failure is None and self._leads and entry and entry.is_hidden:
                 failure = self._leave_to_saver(save, entry.message)
         except Exception as error:  # ESTALE, EIO: without this thread `wait` would hang
             if isinstance(error, FormatError) and entry and entry.has_ended:

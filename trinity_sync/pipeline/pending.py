@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -42,81 +43,65 @@ def find_pending_saves(
     of a commit releases its slots within ``settle_s`` more. What waits for its root is left out.
     """
     before = clock() - grace_s
+    found: dict[str, SaveRequest] = {}
     try:
         if explain_away(job.read_root(), job.folder.name):
             return []
-        found = {each.key: each for each in _find_in_job(job, grace_s, before - settle_s)}
-        # these know how many functions to expect
-        found |= {each.key: each for each in _find_of_functions(job, before, before - settle_s)}
+        for request, images, path in _list_waiting(job, before):
+            try:
+                manifest = _read_commit(job, request)
+            except SupersededError as error:
+                for image in images:
+                    if not image.failed:
+                        mark_image_failed(image, str(error))
+                if path:
+                    warn_once(str(error))
+                    path.unlink(missing_ok=True)
+                continue
+            held = [each for each in images if manifest and each.ticket.image in manifest.images]
+            if manifest and (held or path) and manifest.committed_at < before - settle_s:
+                _finish_commit(job, request, manifest, held)
+            # also what was submitted after the commit, whose process is told how that ends
+            rest, now = [each for each in images if each not in held], time.monotonic()
+            if path and manifest is None:  # which knows how many functions to expect
+                found[request.key] = request
+            elif rest and all(
+                image.ticket.age_s(now) > grace_s and not image.failed for image in rest
+            ):
+                found[request.key] = _make_request(rest)
     except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
         warn_once(f"cannot read the images in {job.folder}: {error}")
-        return []
     return sorted(found.values(), key=lambda request: (request.run, request.step))
 
 
-def _find_in_job(job: JobSpool, grace_s: float, before: float) -> Iterator[SaveRequest]:
-    """Yield the saves of one job whose images were all sealed more than ``grace_s`` seconds ago.
+def _list_waiting(
+    job: JobSpool, before: float
+) -> Iterator[tuple[SaveRequest, list[SealedImage], Path | None]]:
+    """Yield the saves that wait, with their images, or the file of a request of functions.
 
-    Commits from before ``before``, in seconds since the epoch, are finished.
+    Such a file is from before ``before``, in seconds since the epoch.
     """
     sealed, bad = job.tickets()
     for error in bad:
         warn_once(str(error))
-    now = time.monotonic()
     saves: dict[SaveId, list[SealedImage]] = defaultdict(list)
     for image in sealed:
         saves[image.ticket.save].append(image)
     for images in saves.values():
-        request = _make_request(images)
+        yield _make_request(images), images, None
+    for path in list_requests(job):
         try:
-            manifest = _read_commit(job, request)
-        except SupersededError as error:
-            for image in images:
-                if not image.failed:
-                    mark_image_failed(image, str(error))
-            continue
-        if manifest:
-            held = [each for each in images if each.ticket.image in manifest.images]
-            if held and manifest.committed_at < before:  # its process may still free them
-                _finish_commit(request.save, manifest, held)
-            images = [each for each in images if each not in held]
-        # also what was submitted after the commit, whose process is told how that ends
-        if images and all(
-            image.ticket.age_s(now) > grace_s and not image.failed for image in images
-        ):
-            yield _make_request(images)
+            if path.stat().st_mtime < before:
+                yield SaveRequest.model_validate_json(path.read_bytes()), [], path
+        except FileNotFoundError:
+            continue  # it has just ended
+        except (ValidationError, FormatError) as error:
+            warn_once(f"cannot read the request {path}: {error}")
 
 
 def _make_request(images: Sequence[SealedImage]) -> SaveRequest:
     components = list_components([image.ticket for image in images])
     return SaveRequest(**vars(images[0].ticket.save), components=components)
-
-
-def _find_of_functions(job: JobSpool, written: float, before: float) -> Iterator[SaveRequest]:
-    """Yield the requests of save functions from before ``written`` that have not ended.
-
-    Commits from before ``before`` are finished, as by `_find_in_job`.
-    """
-    for path in list_requests(job):
-        try:
-            if path.stat().st_mtime >= written:
-                continue
-            request = SaveRequest.model_validate_json(path.read_bytes())
-            manifest = _read_commit(job, request)
-        except FileNotFoundError:
-            continue  # it has just ended
-        except SupersededError as error:
-            warn_once(str(error))
-            path.unlink(missing_ok=True)
-            continue
-        except (ValidationError, FormatError) as error:
-            warn_once(f"cannot read the request {path}: {error}")
-            continue
-        if manifest is None:
-            yield request
-        elif manifest.committed_at < before:
-            finish_interrupted(request.save)
-            remove_statuses(job, request.run, request.step, request.kind)
 
 
 def _read_commit(job: JobSpool, request: SaveRequest) -> Manifest | None:
@@ -137,12 +122,16 @@ def _read_commit(job: JobSpool, request: SaveRequest) -> Manifest | None:
     return None
 
 
-def _finish_commit(save: SaveId, manifest: Manifest, images: list[SealedImage]) -> None:
-    """Finish an interrupted commit, and release the images that it holds."""
+def _finish_commit(
+    job: JobSpool, request: SaveRequest, manifest: Manifest, images: list[SealedImage]
+) -> None:
+    """Finish an interrupted commit, and release the images that it holds, or its functions."""
     digests = {image: record.digest for record in manifest.files for image in record.images}
     try:
-        finish_interrupted(save)
+        finish_interrupted(request.save)
         for image in images:
             free_slot(image.slot, image.ticket.image, digests[image.ticket.image])
+        if not images:
+            remove_statuses(job, request.run, request.step, request.kind)
     except (OSError, TrinitySyncError) as error:  # other saves are unaffected
-        warn_once(f"{save} is committed, but cannot be finished: {error}")
+        warn_once(f"{request.save} is committed, but cannot be finished: {error}")

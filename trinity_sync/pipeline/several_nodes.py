@@ -30,6 +30,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import is_below
 from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.pending_save import read_status
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
@@ -136,14 +137,14 @@ def await_commit(
     """
     journal = Journal.of(request)
     quiet = Quiet(request, 2 * rank_timeout_s)
-    while not request.is_committed:
+    while True:
         with suppress(OSError):
             journal.read()
-        entry = journal.find(request.key)
-        if entry and entry.state == "completed":
-            return  # it may have been removed since
-        if entry and entry.state == "failed":
-            raise SaveFailedError(entry.message)
+        status, why = read_status(request, journal)
+        if status in ("done", "removed"):
+            return
+        if status == "failed":
+            raise SaveFailedError(why)
         if quiet.pause():
             raise SaveError(
                 f"{request.run_name} of {request.root} is not committed by node {nodes[0].node}, "

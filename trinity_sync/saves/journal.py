@@ -89,6 +89,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.start, self.takes_over, _STATES.index(self.state), self.at
 
     @property
+    def is_hidden(self) -> bool:
+        """Whether the stack does not see its images."""
+        return self.state == "hidden"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the attempt has failed."""
+        return self.state == "failed"
+
+    @property
     def has_ended(self) -> bool:
         """Whether the attempt is over."""
         return self.state in ("failed", "completed")
@@ -215,7 +225,7 @@ class Journal:
             save = entry.run, entry.step, entry.kind, entry.key.partition("/attempt")[0]
             if save not in last or last[save].attempt < entry.attempt:
                 last[save] = entry
-        return [entry for entry in last.values() if entry.state == "failed"]
+        return [entry for entry in last.values() if entry.has_failed]
 
     def _take(self, lines: list[bytes]) -> None:
         for line in lines:

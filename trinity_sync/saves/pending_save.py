@@ -10,7 +10,7 @@ from functools import cached_property
 from trinity_sync.errors import CommitError, ManifestError, TrinitySyncError
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
-from trinity_sync.saves.journal import Entry
+from trinity_sync.saves.journal import Entry, Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, Facts, SaveStatus, decide
 from trinity_sync.snapshot.job_identity import explain_away
@@ -87,7 +87,7 @@ class PendingSave:
         facts = self._read_commit(entry)
         if entry is None or not entry.has_ended or decide(facts)[0] == "done":
             return facts
-        if entry.state == "failed" and not self.request.is_in(self.manifest):
+        if entry.has_failed and not self.request.is_in(self.manifest):
             return facts
         if explain_away(self.request.root, self.request.job):
             return self._read_commit(None)
@@ -191,6 +191,17 @@ def _why_failed(images: Sequence[SealedImage]) -> str:
         except OSError:
             reasons.append(f"{sealed.ticket.what} was evicted")
     return "; ".join(reasons)
+
+
+def read_status(request: SaveRequest, journal: Journal) -> tuple[SaveStatus, str]:
+    """Return the status of a save, and why, by its root and what was read of its journal.
+
+    Raises:
+        FormatError: another release has committed the step.
+    """
+    told = journal.find(request.key)
+    # what has completed was committed
+    return decide(Facts(told=told, is_committed=request.is_committed, is_gone=True))
 
 
 def compare_late_images(spool: JobSpool, request: SaveRequest) -> None:

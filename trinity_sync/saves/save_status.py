@@ -50,11 +50,11 @@ def decide(facts: Facts) -> tuple[SaveStatus, str]:
             missed = "not exported" if is_counted else "not replicated"
         elif facts.is_superseded:
             missed = "superseded"
-        return missed, told.message if told.state == "failed" else facts.marked or ""
+        return missed, told.message if told.has_failed else facts.marked or ""
     if facts.is_committed:
         return "committed", ""
     if facts.marked is not None:
         return "superseded" if facts.is_superseded else "failed", facts.marked
     if told:
-        return "hidden" if told.state == "hidden" else "begun", told.message
+        return "hidden" if told.is_hidden else "begun", told.message
     return "submitted", ""
