@@ -5,8 +5,8 @@ What is written, and how it is committed, is what the flow's tasks call.
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,12 +31,14 @@ class CommitsHere(SaveTrigger):
         self._known: set[str] = set()
         """Idempotency keys that have a flow run, which is never started again."""
         self._save_step = _save_step
-        threading.Thread(target=self._work, daemon=True).start()
+        self._works, self._submits = threading.Lock(), threading.RLock()
 
     def submit(self, request: SaveRequest) -> None:
-        if request.key not in self._known:
-            self._known.add(request.key)
-            self._requests.put(request)
+        with self._submits:
+            if request.key not in self._known:
+                self._known.add(request.key)
+                self._requests.put(request)
+                threading.Thread(target=self._work, daemon=True).start()
 
     def find_failures(
         self, requests: Sequence[SaveRequest], begun: Collection[str]
@@ -44,22 +46,20 @@ class CommitsHere(SaveTrigger):
         return {}
 
     def _work(self) -> None:
-        while True:
-            request = self._requests.get()
-            append(request, "pending")
-            try:
-                self._save_step(request)
-                append(request, "completed")
-            except Exception as error:
-                append(request, "failed", repr(error))
-            finally:
-                self._requests.task_done()
+        with self._works, suppress(queue.Empty):  # another thread may have done this one's
+            while request := self._requests.get_nowait():
+                append(request, "pending")
+                try:
+                    self._save_step(request)
+                    append(request, "completed")
+                except Exception as error:
+                    append(request, "failed", repr(error))
+                finally:
+                    self._requests.task_done()
 
     def close(self) -> None:
         """Closing the coordinator waits: what the test removes then is not worked on."""
-        until = time.monotonic() + 10
-        while self._requests.unfinished_tasks and time.monotonic() < until:
-            time.sleep(0.01)
+        self.finish()
         super().close()
 
     def finish(self) -> None:
@@ -76,18 +76,21 @@ def coordinator_of(root: Path, trigger: SaveTrigger | None = None) -> Checkpoint
 
 
 class CommitsWhenTold(CommitsHere):
-    """Nothing is committed before ``go`` is set, as when Prefect's worker is slow."""
+    """Nothing is committed before the test calls `go`, as when Prefect's worker is slow."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
         super().__init__()
+        self._goes, self._submitted = False, list[SaveRequest]()
 
     def submit(self, request: SaveRequest) -> None:
-        threading.Thread(target=self._pass_on, args=[request], daemon=True).start()
+        self._submitted.append(request)
+        if self._goes:
+            self.go()
 
-    def _pass_on(self, request: SaveRequest) -> None:
-        self.go.wait()
-        super().submit(request)
+    def go(self) -> None:
+        self._goes = True
+        for request in [*self._submitted]:  # those that are known do not begin again
+            super().submit(request)
 
 
 class _Once(SaverDriver):

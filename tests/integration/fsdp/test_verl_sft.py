@@ -95,7 +95,7 @@ def test_the_iteration_file_is_left_to_the_commit_and_the_trainer_ends_after_it(
         train_to(handler, 3)
         assert not step_folder(root, 3).exists()
         assert read_latest_pointer(root, "checkpoint") is None
-        trigger.go.set()
+        trigger.go()
         end()
         assert read_latest_pointer(root, "checkpoint") == 3
 

@@ -218,7 +218,7 @@ def test_the_iteration_file_is_left_to_the_commit(
     assert config.trainer.default_local_dir == str(root)
     assert not step_folder(root, 1).exists()  # which the trainer would write its files to
     assert read_latest_pointer(root, "checkpoint") is None
-    trigger.go.set()
+    trigger.go()
     wait(trainer)
     assert read_latest_pointer(root, "checkpoint") == 1
     assert require_committed(root, 1).find_file("data.pt")
@@ -363,7 +363,7 @@ def test_a_resume_waits_for_what_the_run_before_submitted(
 ) -> None:
     trigger = CommitsWhenTold()
     train_to(start(trigger=trigger), 2)
-    threading.Timer(0.5, trigger.go.set).start()
+    threading.Timer(0.5, trigger.go).start()
     resumed = start()
     resumed._load_checkpoint()
     assert resumed.global_steps == 2
@@ -452,7 +452,7 @@ def test_a_save_because_the_machine_goes_soon_waits_for_its_commit(
     monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + 30))
     trigger = CommitsWhenTold()
     trainer = start(RayPPOTrainer, trigger)
-    threading.Timer(0.5, trigger.go.set).start()
+    threading.Timer(0.5, trigger.go).start()
     train_to(trainer, 1)
     assert read_latest_pointer(root, "checkpoint") == 1
 

@@ -289,7 +289,7 @@ def test_a_sync_after_its_checkpoint_waits_for_no_rank_that_submits_nothing(
             saves.save(4, MODEL, kind="state_dict", export="hf_model")
     sealed = [each.ticket for each in job.spool.tickets()[0] if each.ticket.kind == "state_dict"]
     assert [each.rank for each in sealed] == ([] if late == "metadata" else [0, 1])
-    trigger.go.set()
+    trigger.go()
     for saves in ranks:
         with suppress(SaveFailedError):  # an export of a plain dict
             saves.wait_all(30)

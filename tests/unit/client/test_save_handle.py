@@ -24,7 +24,7 @@ def test_a_handle_tells_whether_its_save_is_committed(coordinator_of: Open) -> N
     assert not first.committed
     with pytest.raises(SaveTimeoutError, match="step4"):
         first.wait(0.1)
-    trigger.go.set()
+    trigger.go()
     first.wait(30)
     assert first.committed
     assert (first.components, first.stall_s > 0, first.nbytes > 36) == (("model",), True, True)
@@ -130,6 +130,6 @@ def test_a_sync_that_a_checkpoint_serves_is_committed_with_it(coordinator_of: Op
     assert not sync.committed
     with pytest.raises(SaveTimeoutError, match="step4"):
         sync.wait(0.1)
-    trigger.go.set()
+    trigger.go()
     sync.wait(30)
     assert sync.committed

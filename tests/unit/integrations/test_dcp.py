@@ -252,7 +252,7 @@ def test_saves_that_overlap_all_commit(coordinator_of: Open) -> None:
         futures.append(save(saver, step, {"w": weights}, no_dist=True))
     weights.fill_(9)
     assert not any(each.done() for each in futures)
-    slow.go.set()
+    slow.go()
     saves.wait_all(30)
     assert [each.result(30) is not None for each in futures] == [True, True]
     for step in (1, 2):
