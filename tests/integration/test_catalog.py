@@ -180,7 +180,7 @@ def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
         writer.start()
     begin.set()
     for writer in writers:
-        writer.join(120)
+        writer.join()
     assert [writer.exitcode for writer in writers] == [0] * 16
     with open_catalog(url) as engine:
         assert is_current(engine, root)

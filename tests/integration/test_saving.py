@@ -350,7 +350,7 @@ def test_saves_of_one_name_run_one_after_the_other(saves: CheckpointCoordinator)
     gate = threading.Event()
 
     def first() -> None:
-        gate.wait(10)
+        assert gate.wait(60)
         order.append("first")
 
     saves.save_async("same", first, 13)

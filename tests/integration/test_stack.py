@@ -138,7 +138,7 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
 ) -> None:
     before = embedded.find(stack_settings)
     os.kill(before.worker.pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(before.worker.pid)], timeout=10)
+    psutil.Process(before.worker.pid).wait(60)
     assert part(stack_settings, "worker").state == "dead"
     # Prefect calls it online for a while
     for command in ("status", "doctor"):
@@ -189,7 +189,7 @@ def test_a_stack_whose_server_died_is_stopped_and_started_again_at_its_addresses
     before = embedded.find(stack_settings)
     processes = processes_of(before)
     os.kill(before.server.pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(before.server.pid)], timeout=10)
+    psutil.Process(before.server.pid).wait(60)
     after = embedded.up(stack_settings)
     assert not left_of(processes)
     assert not {*before.daemons} & {*after.daemons}

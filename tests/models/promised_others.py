@@ -140,8 +140,8 @@ class Others:
         part, over, told = self.participant(trainer), threading.Event(), []
 
         def answer() -> None:
-            if answers != "never" and (asked := part.wait_cut(10)) is not None:
-                over.wait(10 if answers == "late" else 0)
+            if answers != "never" and (asked := part.wait_cut(60)) is not None:
+                over.wait(60 if answers == "late" else 0)
                 with suppress(SaveError):  # of the first save
                     handle = part.save(asked, state_of(key, value))
                     told.extend([] if handle.failure else [asked])
@@ -149,7 +149,7 @@ class Others:
         participant = threading.Thread(target=answer)
         participant.start()
         with suppress(SaveError):
-            rank.cut(step, timeout_s=10 if answers == "in time" else 0.1)
+            rank.cut(step, timeout_s=60 if answers == "in time" else 0.1)
         over.set()
         participant.join()
         assert told == ([step] if answers == "in time" else []), f"{answers}: {told}"

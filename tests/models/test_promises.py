@@ -309,7 +309,7 @@ class Promises(World, Others, RuleBasedStateMachine):
         self.end_functions()
         for rank in trainer.ranks:
             try:
-                rank.wait_all(timeout=10)
+                rank.wait_all(timeout=60)
             except SaveFailedError as error:
                 self.raised[trainer.key] += f"{error}\n"
 
@@ -491,7 +491,7 @@ class Promises(World, Others, RuleBasedStateMachine):
                 file.write(text[:2])
                 file.flush()
                 half.release()
-                go_on.wait(10)
+                go_on.wait(250)
                 file.write(text[2:])
 
         def end() -> None:

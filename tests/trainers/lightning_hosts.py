@@ -113,7 +113,7 @@ def train_until_killed(make: Callable[[], Callback], save: Callable[[], Callback
 
     process = multiprocessing.get_context("fork").Process(target=train)
     process.start()
-    process.join(120)
+    process.join()
     assert process.exitcode == -signal.SIGKILL
 
 

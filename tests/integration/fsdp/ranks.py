@@ -52,10 +52,9 @@ def on_ranks(
             results[rank] = result
     finally:
         for process in ranks:
-            process.join(timeout=10.0 if len(results) == world_size else 0.0)
-            if process.is_alive():
+            if len(results) < world_size:
                 process.kill()
-                process.join()
+            process.join()
     return [results[rank] for rank in range(world_size)]
 
 

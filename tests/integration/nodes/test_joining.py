@@ -157,7 +157,7 @@ def test_a_head_that_ran_is_restarted_where_it_was_whatever_the_shell_says(
     before = embedded.find(machines[0])
     server = psutil.Process(before.server.pid)
     server.kill()
-    server.wait(10)
+    server.wait(60)
     with environment({}):
         after = embedded.up(machines[0], at(3))
         changed = embedded.status(machines[0], at(3)).changed

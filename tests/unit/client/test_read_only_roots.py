@@ -187,7 +187,7 @@ def test_a_step_is_copied_and_resumed_elsewhere(
 
 def test_readers_of_weights_read(root: Path, model: Any, read_only: Make, tmp_path: Path) -> None:
     with WeightReader(root=root, name="explorer") as reader:
-        version = asyncio.run(reader.wait_newer(timeout_s=10))
+        version = asyncio.run(reader.wait_newer(timeout_s=60))
         assert version
         assert version.step == 2
         CONFIG.save_pretrained(tmp_path / "model")

@@ -145,7 +145,7 @@ def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
         time.sleep(0.2)
         while not is_done():
             time.sleep(0.01)
-    thread.join(30)
+    thread.join()
 
 
 def test_metrics_show_the_other_jobs(job: Job, other: Job, settings: Settings) -> None:
@@ -225,9 +225,9 @@ def test_many_saves_of_jobs_that_hang_use_up_no_threads_of_others(job: Job, othe
         await asyncio.sleep(0.1)
         assert not any(each.done() for each in hung)
         found = FlowDriver(other.request(2))
-        await asyncio.wait_for(found.do(ORDER[0]), 10)
+        await asyncio.wait_for(found.do(ORDER[0]), 60)
         assert [each.shards.spool for each in found._nodes] == [str(other.spool.folder)]
-        await asyncio.wait_for(asyncio.to_thread(time.time), 10)  # as Prefect's own calls
+        await asyncio.wait_for(asyncio.to_thread(time.time), 60)  # as Prefect's own calls
         for each in hung:
             each.cancel()
 
@@ -250,7 +250,7 @@ def test_a_request_and_its_events_need_no_file_system(
         return request.key, request.job
 
     with hanging(job.root), temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        found = asyncio.run(asyncio.wait_for(run_in_thread(make), 10))
+        found = asyncio.run(asyncio.wait_for(run_in_thread(make), 60))
     assert found == (save.key, job.spool.folder.name)
     assert sent == ["trinity_sync.step.committed"]
 

@@ -143,7 +143,7 @@ def no_thread_starts() -> Iterator[None]:
 def kill_savers(spool: Path) -> None:
     for saver in savers_of(spool):
         saver.kill()
-        saver.wait(10)
+        saver.wait(60)
 
 
 @contextmanager
@@ -288,7 +288,7 @@ def test_a_function_whose_end_no_file_can_tell_fails_its_save(coordinator: Make)
         saves.save_async("own", lambda: go.wait(60) and held.enter_context(no_file_opens()), 2)
         register(saves, 2)
         go.set()
-        saves._callables._threads["own"].join(60)
+        saves._callables._threads["own"].join()
     with pytest.raises(SaveFailedError, match=r"Too many open files: '.*functions|receipt .* torn"):
         saves.wait_all(60)
 

@@ -333,7 +333,7 @@ def test_a_step_without_a_cut_fails_each_save_and_an_emergency_save_and_not_a_la
             trainer.save(2, MODEL)
             with pytest.raises(SaveFailedError, match=r"no state within 0\.1 s of role controller"):
                 trainer.wait_all(60)
-        undone = trainer.emergency_save(2, {"extra_state": MODEL["model"]}, deadline_s=5).undone
+        undone = trainer.emergency_save(2, {"extra_state": MODEL["model"]}, deadline_s=60).undone
         assert "no state within 0.1 s of role controller" in undone[0]
         save(2)
     assert Checkpoints(trainer.root).steps() == [1, 2]

@@ -263,7 +263,7 @@ def test_a_start_resumes_from_what_a_trainer_left_whose_saver_was_killed(
         assert train(root, settings, tmp_path) == ""
         for saver in savers_of(settings.spool):
             saver.kill()
-            saver.wait(10)
+            saver.wait(60)
     assert train(root, settings, tmp_path) == "2 2.0\n"
 
 
@@ -384,7 +384,7 @@ def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
     await_that((job.root / "global_step_1/manifest.json").exists, "it is committed in the root")
     (saver,) = savers_of(settings.spool)
     saver.kill()
-    saver.wait(10)
+    saver.wait(60)
     (runs / "1.json").unlink()
     saves.wait_all(60)
     assert (remote / "global_step_1/manifest.json").exists()
@@ -407,7 +407,7 @@ def test_a_step_that_the_remote_has_refused_is_sent_when_it_is_submitted_again(
             asyncio.run(saves.register_and_monitor(1, checkpoint_thread_count=1))
         else:
             saves.save(1, {"model": {"w": torch.ones(3)}})
-        saves.wait_all(20)
+        saves.wait_all(60)
 
     with pytest.raises(SaveFailedError, match=r"in the root only: .* steps of another job"):
         submit()
@@ -673,7 +673,7 @@ def test_a_saver_whose_root_does_not_answer_stays(
         assert looked.wait(60)
         thread.join(1)
         assert thread.is_alive()
-    thread.join(60)
+    thread.join()
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 

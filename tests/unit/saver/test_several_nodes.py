@@ -210,6 +210,6 @@ def test_a_saver_that_is_killed_on_any_node_is_replaced(
         (saver,) = savers_of(nodes[number].spool)
         await_that(has_come, instant)
         saver.kill()
-        saver.wait(10)
+        saver.wait(60)
     wait_all(ranks)
     require_saved(job.root, 1)

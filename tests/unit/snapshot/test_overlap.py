@@ -115,7 +115,7 @@ def test_an_optimizers_step_waits_until_its_tensors_are_copied(saves: Saves) -> 
     stepped.join(0.05)
     assert stepped.is_alive()
     saves.stager.begin.set()
-    stepped.join(30)
+    stepped.join()
     assert torch.equal(saves.staged()["w"], before)
     assert torch.equal(weight.detach(), before - 1)
 
@@ -130,7 +130,7 @@ def test_all_threads_that_wait_wait_until_the_tensors_are_copied(saves: Saves) -
     assert [thread.is_alive() for thread in threads] == [True, True]
     saves.stager.begin.set()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert saves.submitted == [1]
 
 

@@ -215,7 +215,7 @@ def test_the_newest_version_is_loaded(
 ) -> None:
     for step in (1, 2, 3):
         versions.tell(upload(job, step, weights(step)))
-        assert asyncio.run(reader.wait_newer(timeout_s=5)) == versions.latest()
+        assert asyncio.run(reader.wait_newer(timeout_s=60)) == versions.latest()
         assert loaded(reader) == (step, step)
     assert asyncio.run(reader.wait_newer(timeout_s=0.01)) is None
 
@@ -383,7 +383,7 @@ def test_a_resumed_runs_smaller_step_is_newer(
     versions.tell(upload(job, 9, weights(9)))
     assert loaded(reader) == (9, 9)
     versions.tell(upload(job, 4, weights(4.5), run=2))
-    assert asyncio.run(reader.wait_newer(timeout_s=5)) == versions.latest()
+    assert asyncio.run(reader.wait_newer(timeout_s=60)) == versions.latest()
     assert loaded(reader) == (4, 4.5)
 
 

@@ -81,7 +81,7 @@ def test_readers_get_whole_versions_and_never_an_older_one(
             readers.append(start("killed", life=step))
         time.sleep(0.002)
     for _, process in readers:
-        process.join(60)
+        process.join()
     alive = [reader for reader in readers if reader[1].exitcode == 0]
     assert len(alive) == len(asleep_s)
     for log, _ in readers:

@@ -177,7 +177,7 @@ def test_a_reader_that_runs_on_goes_back_with_a_run_that_resumes(
         for step, run in ((4, 1), (5, 2)):
             if run == 2:
                 upload(job, 5, weights(5), run=2)
-            found = asyncio.run(reader.wait_newer(timeout_s=5))
+            found = asyncio.run(reader.wait_newer(timeout_s=60))
             assert found
             assert (found.step, found.run) == (step, run)
             assert reader.load_into(target) == step
@@ -253,7 +253,7 @@ def test_a_root_that_is_removed_while_it_is_read_has_no_version_and_no_error(
 def test_a_reader_that_opens_without_a_wait_goes_to_the_training_that_began_again(
     job: Job, registry: FileRegistry, settings: Settings
 ) -> None:
-    reader, target = WeightReader(registry, name="explorer", timeout_s=5), weights(0)
+    reader, target = WeightReader(registry, name="explorer", timeout_s=60), weights(0)
     save(job, 11, weights(11))
     old = registry.latest()
     assert reader.load_into(target) == 11
