@@ -62,9 +62,8 @@ chaos: $(READY) ## faults by chance for CHAOS_MINUTES=10 by CHAOS_SEED with each
 	  CHAOS_DRIVER=$$driver $(BIN)/python -m tests.models.chaos || exit; \
 	done
 
-whole-run: $(READY) ## a GRPO run whose processes are killed KILLS=100 times by SEED, its prompts counted; the same as frameworks save it today
+whole-run: $(READY) ## a GRPO run whose processes are killed KILLS=100 times by SEED, its prompts counted
 	$(BIN)/python -m tests.environments.whole_run --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED))
-	$(BIN)/python -m tests.environments.whole_run --kills 20 $(if $(SEED),--seed $(SEED)) --without
 
 lint: $(READY) ## ruff, mypy, and the layers of the rooms
 	$(BIN)/ruff check .

@@ -1,7 +1,6 @@
 """``make whole-run``: kills a GRPO run a hundred times, and counts what it has trained.
 
-``python -m tests.environments.whole_run [--kills 100] [--seed N] [--without]``; ``--without``
-saves what frameworks save today: model, optimizer and the dataloader's position.
+``python -m tests.environments.whole_run [--kills 100] [--seed N]``
 """
 
 import argparse
@@ -35,7 +34,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--prompts", type=int)
-    parser.add_argument("--without", action="store_true")
     arguments = parser.parse_args()
     prompts = arguments.prompts or 64 + PROMPTS_A_KILL * arguments.kills
     folder = Path(tempfile.mkdtemp(prefix="trinity_sync-whole-run-", dir="/tmp"))
@@ -50,7 +48,7 @@ def main() -> int:
 
     print(f"seed {arguments.seed}, {prompts} prompts", flush=True)
     began, random = time.monotonic(), Random(arguments.seed)
-    supervisor = Supervisor(folder, spool, prompts, not arguments.without, random)
+    supervisor = Supervisor(folder, spool, prompts, random)
     try:
         supervisor.train(arguments.kills)
     except FallenError as error:
@@ -68,7 +66,7 @@ def main() -> int:
     if pauses:
         print(f"{len(cuts)} cuts; a median one paused the training for {median(pauses):.3f} s")
     print(f"of {prompts} prompts: {len(count.lost)} lost, {len(count.repeated)} trained twice")
-    if arguments.without or not (count.lost or count.repeated):
+    if not (count.lost or count.repeated):
         shutil.rmtree(folder)
         return 0
     print(f"lost {count.lost}, trained twice {count.repeated}; see {folder}")

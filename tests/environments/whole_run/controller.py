@@ -25,8 +25,7 @@ class Controller:
         self._part, self._queue, self._ledger = part, RolloutQueue(run), RolloutLedger()
         self._loader = StatefulDataLoader(list(range(run.prompts)), batch_size=None)
         self._issued_at = dict[int, float]()
-        step = part.latest_step() if run.whole else None
-        if step is not None:
+        if (step := part.latest_step()) is not None:
             state = part.load(step)
             self._loader.load_state_dict(state["loader"])
             self._ledger.load_state_dict(state["ledger"], step)
@@ -34,8 +33,6 @@ class Controller:
             self._ledger.resume(held)
             # what was put after the ledger was saved is issued again by the loader
             self._queue.remove(sorted({*held} - {*self._ledger.to_train()}))
-        elif not run.whole and (loader := run.ask("resumed")):
-            self._loader.load_state_dict(loader)
         self._prompts = iter(self._loader)
 
     def serve(self, run: Run) -> None:
@@ -62,8 +59,6 @@ class Controller:
                 return self._ledger.train(*content)
             case "is over":
                 return self._is_over()
-            case "loader":
-                return self._loader.state_dict()
         raise ValueError(what)
 
     def _collect(self, rollouts: dict[int, Rollout]) -> None:

@@ -73,8 +73,7 @@ def serve(run: Run) -> None:
     """Serve the queue, beginning with what it held at the step, and save it at each cut."""
     client = start(run)
     with Participant(run.root, role="queue", roles=ROLES, run_key=run.key) as part:
-        step = part.latest_step() if run.whole else None
-        if step is not None:
+        if (step := part.latest_step()) is not None:
             part.load(step)
             part.restore_folder(step, "rollouts", restored := run.own / "restored")
             client.load_storage_checkpoint(str(restored))

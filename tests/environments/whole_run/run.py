@@ -29,14 +29,12 @@ class Run:
         number: number of this start, from 1 on.
         key: key of this start.
         prompts: size of the dataset; its prompts are numbered from 0 on.
-        whole: whether controller and queue save their states, or the trainer alone.
     """
 
     folder: Path
     number: int
     key: str
     prompts: int
-    whole: bool
 
     @property
     def root(self) -> Path:

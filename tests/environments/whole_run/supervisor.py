@@ -57,7 +57,6 @@ class Supervisor:
     folder: Path
     spool: Path
     prompts: int
-    whole: bool
     random: Random
     starts: int = 0
     killed: Counter[str] = field(default_factory=Counter)
@@ -104,7 +103,7 @@ class Supervisor:
     def _start(self) -> tuple[Run, dict[str, BaseProcess]]:
         self.starts += 1
         key = f"{self.starts}-{uuid.uuid4().hex[:8]}"
-        run = Run(self.folder, self.starts, key, self.prompts, self.whole)
+        run = Run(self.folder, self.starts, key, self.prompts)
         run.own.mkdir()
         return run, {name: _fork(run, name) for name in PROCESSES}
 

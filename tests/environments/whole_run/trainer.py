@@ -27,17 +27,13 @@ def train(run: Run, rank: int) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    roles = ROLES if run.whole else ROLES[:1]
-    saves = CheckpointCoordinator.of_process_group(run.root, roles=roles, run_key=run.key)
-    step, extra = saves.latest_step() or 0, {}
-    if step:
+    saves = CheckpointCoordinator.of_process_group(run.root, roles=ROLES, run_key=run.key)
+    if step := saves.latest_step() or 0:
         states = saves.load(step)
         model.load_state_dict(states["model"])
         optimizer.load_state_dict(states["optim"])
-        extra = states["extra_state"]
     if rank == 0:
         run.note(resumed=step)
-        run.tell("resumed", extra.get("loader"))
     share = slice(rank * SAMPLES // TRAINERS, (rank + 1) * SAMPLES // TRAINERS)
     saved = step
     with run.connect() as ask:
@@ -57,16 +53,12 @@ def train(run: Run, rank: int) -> None:
                     queue.remove(ids)
                     ask("trained", (ids, step))
             if step - saved == SAVE_EVERY or (not ids and step > saved):
-                extra = {}
-                if run.whole:
-                    extra["pause_s"] = saves.cut(step)
-                elif rank == 0:
-                    extra["loader"] = ask("loader")
+                pause_s = saves.cut(step)
                 states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-                saves.save(step, {**states, "extra_state": extra}, keep=KEEP)
+                saves.save(step, states, keep=KEEP)
                 saved = step
                 if rank == 0:
-                    run.note(saved=step, pause_s=extra.get("pause_s"))
+                    run.note(saved=step, pause_s=pause_s)
             if not ids:
                 break
     saves.wait_all()
