@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from tests.conftest import left_of
 
 REPOSITORY = Path(__file__).parents[3]
 IMPORTS = [str(REPOSITORY), *(str(REPOSITORY / "examples" / each) for each in ("demo", "verl"))]
@@ -38,14 +41,63 @@ def make_world(folder: Path) -> None:
     main(folder)
 
 
-class Launch:
-    """One start of ``torchrun -m verl.trainer.sft_trainer``; its output is in ``<name>.log``."""
+class Program:
+    """One start of a program; its output is in ``<name>.log``, what it logs in ``<name>.jsonl``."""
+
+    def __init__(self, world: Path, name: str, modules: str) -> None:
+        self._world = world
+        self._log, self._logged = world / f"{name}.log", world / f"{name}.jsonl"
+        self._command: list[str] = []
+        self._environment = os.environ | {
+            "VERL_USE_EXTERNAL_MODULES": modules,
+            "PYTHONPATH": os.pathsep.join(IMPORTS),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    @contextmanager
+    def running(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The program within the block; what is left of it afterwards is killed."""
+        with self._log.open("wb") as log:
+            program = subprocess.Popen(
+                self._command,
+                cwd=self._world,  # where Hydra leaves its notes
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            yield program
+        finally:
+            kill(program)
+
+    def to_its_end(self) -> None:
+        with self.running() as program:
+            status = program.wait(LAUNCH_S)
+        assert status == 0, self.output[-6000:]
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def logged(self) -> list[dict[str, Any]]:
+        """The lines that were logged up to now."""
+        if not self._logged.exists():
+            return []
+        lines = self._logged.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Launch(Program):
+    """One start of ``torchrun -m verl.trainer.sft_trainer``."""
 
     def __init__(
         self, world: Path, name: str, root: Path, modules: str, *more: str, ranks: int = 2
     ) -> None:
-        self._world = world
-        self._log, self._losses = world / f"{name}.log", world / f"{name}.jsonl"
+        super().__init__(world, name, modules)
+        self._environment["VERL_FILE_LOGGER_PATH"] = str(self._logged)
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc_per_node={ranks}", "-m", "verl.trainer.sft_trainer"),
@@ -61,56 +113,19 @@ class Launch:
             f"trainer.default_local_dir={root}",
             *more,
         ]
-        self._environment = os.environ | {
-            "VERL_USE_EXTERNAL_MODULES": modules,
-            "VERL_FILE_LOGGER_PATH": str(self._losses),
-            "PYTHONPATH": os.pathsep.join(IMPORTS),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-
-    @contextmanager
-    def running(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The trainer within the block; what is left of it afterwards is killed."""
-        with self._log.open("wb") as log:
-            launcher = subprocess.Popen(
-                self._command,
-                cwd=self._world,  # where Hydra leaves its notes
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            yield launcher
-        finally:
-            kill(launcher)
-
-    def to_its_end(self) -> Losses:
-        """Train; what was logged at each step."""
-        with self.running() as launcher:
-            status = launcher.wait(LAUNCH_S)
-        assert status == 0, self.output[-6000:]
-        return self.losses
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text(errors="replace")
 
     @property
     def losses(self) -> Losses:
         """What was logged up to now."""
-        if not self._losses.exists():
-            return {}
-        lines = self._losses.read_text().splitlines(keepends=True)
-        logged = [json.loads(line) for line in lines if line.endswith("\n")]
         names = ("train/loss", "train/grad_norm", "train/lr")
-        return {each["step"]: tuple(each["data"][name] for name in names) for each in logged}
+        return {each["step"]: tuple(each["data"][name] for name in names) for each in self.logged}
 
 
-def kill(launcher: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for the launcher and all ranks, which are sessions of their own."""
-    if launcher.poll() is None:
-        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+def kill(program: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for a program, and for what it has started, some of it in sessions of its own."""
+    below = psutil.Process(program.pid).children(recursive=True) if program.poll() is None else []
+    program.kill()
+    program.wait()
+    for process in left_of(below):
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        launcher.wait()

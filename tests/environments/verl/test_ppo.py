@@ -4,13 +4,9 @@ All but the rollouts is veRL's (``tests.environments.verl.ppo``). The driver and
 are killed in mid-run, and the driver is started again by the same command.
 """
 
-import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import left_of
-from tests.environments.verl.sft import IMPORTS, LAUNCH_S, WITH_US, make_world
+from tests.environments.verl.sft import WITH_US, Program, make_world
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -41,50 +36,18 @@ class Story:
     resumed: Metrics
 
 
-class Launch:
-    """One start of the driver; its output is in ``<name>.log``."""
+class Launch(Program):
+    """One start of the driver."""
 
     def __init__(self, world: Path, name: str, root: Path, steps: int) -> None:
-        self._log, self._metrics = world / f"{name}.log", world / f"{name}.jsonl"
-        arguments = (world / "model", root, steps, SAVE_EVERY, self._metrics)
+        super().__init__(world, name, WITH_US)
+        arguments = (world / "model", root, steps, SAVE_EVERY, self._logged)
         self._command = [sys.executable, "-m", "tests.environments.verl.ppo", *map(str, arguments)]
-        self._environment = os.environ | {
-            "VERL_USE_EXTERNAL_MODULES": WITH_US,
-            "PYTHONPATH": os.pathsep.join(IMPORTS),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    @contextmanager
-    def running(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The driver within the block, and killed after it."""
-        with self._log.open("wb") as log:
-            driver = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
-            )
-        try:
-            yield driver
-        finally:
-            family = []  # its Ray node
-            if driver.poll() is None:
-                family = psutil.Process(driver.pid).children(recursive=True)
-            driver.kill()
-            driver.wait()
-            for each in left_of(family):
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text(errors="replace")
 
     @property
     def metrics(self) -> Metrics:
         """What was logged up to now, by step."""
-        if not self._metrics.exists():
-            return {}
-        lines = self._metrics.read_text().splitlines(keepends=True)
-        logged = [json.loads(line) for line in lines if line.endswith("\n")]
-        return {each.pop("step"): each for each in logged}
+        return {each.pop("step"): each for each in self.logged}
 
 
 def kill_workers(driver: subprocess.Popen[bytes]) -> int:
@@ -116,8 +79,7 @@ def story(stack: StackState, tmp_path_factory: pytest.TempPathFactory) -> Story:
         killed = kill_workers(driver)
     assert killed == 2, first.output[-6000:]
     second = Launch(world, "second", root, max(max(first.metrics) + 1, STEPS))
-    with second.running() as driver:
-        assert driver.wait(LAUNCH_S) == 0, second.output[-6000:]
+    second.to_its_end()
     return Story(root, first.metrics, second.metrics)
 
 

@@ -50,15 +50,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def story(stack: StackState, world: Path) -> Story:
     alone, root = world / "alone", world / "ckpts"
-    uninterrupted = Launch(world, "alone", alone, ALONE, *SCHEDULE).to_its_end()
+    uninterrupted = Launch(world, "alone", alone, ALONE, *SCHEDULE)
+    uninterrupted.to_its_end()
     ours = (*SCHEDULE, "trainer.max_ckpt_to_keep=2")
     first = Launch(world, "first", root, WITH_US, *ours)
     with first.running() as launcher:
         while max(first.losses, default=0) <= 2 * SAVE_EVERY:
             assert launcher.poll() is None, first.output[-6000:]
             time.sleep(0.02)
-    resumed = Launch(world, "second", root, WITH_US, *ours).to_its_end()
-    return Story(alone, root, uninterrupted, first.losses, resumed)
+    resumed = Launch(world, "second", root, WITH_US, *ours)
+    resumed.to_its_end()
+    return Story(alone, root, uninterrupted.losses, first.losses, resumed.losses)
 
 
 def test_a_killed_training_resumes_at_the_last_step_that_it_submitted(story: Story) -> None:
