@@ -39,10 +39,14 @@
 A message names the job, step, role, rank and path, and ends with what to do.
 """
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 class TrinitySyncError(Exception):
@@ -285,3 +289,9 @@ def from_extra(extra: str) -> Iterator[None]:
             f'with, or: pip install "trinity-sync[{extra}]"',
             name=error.name,
         ) from error
+
+
+@lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Log a warning once, although every poll finds the same problem."""
+    logger.warning("%s", message)

@@ -33,6 +33,7 @@ from trinity_sync.errors import (
     RequestRefusedError,
     RootAwayError,
     TrinitySyncError,
+    warn_once,
 )
 from trinity_sync.fs.atomic import list_paths, replace_file
 from trinity_sync.fs.locks import LockFile
@@ -43,7 +44,7 @@ from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.pending_save import end_images, read_status
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder, warn_once
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save import is_being_written

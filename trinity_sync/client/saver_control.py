@@ -28,11 +28,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from trinity_sync.errors import SaveError, SpoolError
+from trinity_sync.errors import SaveError, SpoolError, warn_once
 from trinity_sync.fs.atomic import make_folder, replace_file
 from trinity_sync.fs.process import read_umask
 from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT
-from trinity_sync.snapshot.spool import make_own_folder, warn_once
+from trinity_sync.snapshot.spool import make_own_folder
 
 logger = logging.getLogger(__name__)
 

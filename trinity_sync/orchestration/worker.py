@@ -43,7 +43,7 @@ from prefect.workers.base import BaseJobConfiguration, BaseVariables, BaseWorker
 from websockets.exceptions import ConnectionClosed
 
 from trinity_sync.client.prefect_api import PAGE, PrefectApi
-from trinity_sync.errors import ConfigError, PrefectApiError
+from trinity_sync.errors import ConfigError, PrefectApiError, warn_once
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.pipeline import PACKAGES
 from trinity_sync.orchestration.prefect_compat import (
@@ -63,7 +63,7 @@ from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.saves.journal import SaveState
 from trinity_sync.settings import RAY_FOLDER, Settings, StackSettings
-from trinity_sync.snapshot.spool import try_run_lock, warn_once
+from trinity_sync.snapshot.spool import try_run_lock
 
 logger = logging.getLogger(__name__)
 

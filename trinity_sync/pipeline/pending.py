@@ -12,12 +12,18 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.errors import CommitError, FormatError, SupersededError, TrinitySyncError
+from trinity_sync.errors import (
+    CommitError,
+    FormatError,
+    SupersededError,
+    TrinitySyncError,
+    warn_once,
+)
 from trinity_sync.saves.journal import read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.snapshot.spool import JobSpool, SealedImage, warn_once
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import free_slot, list_components
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.manifest import Manifest, read_run_manifest

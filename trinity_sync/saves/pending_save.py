@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trinity_sync.errors import CommitError, ManifestError, TrinitySyncError
+from trinity_sync.errors import CommitError, ManifestError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
 from trinity_sync.saves.journal import Entry, Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, Facts, SaveStatus, decide
 from trinity_sync.snapshot.job_identity import explain_away
-from trinity_sync.snapshot.spool import JobSpool, SealedImage, warn_once
+from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest

@@ -30,11 +30,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from uuid import UUID
 
-from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError
+from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError, warn_once
 from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, replace_file
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room
@@ -370,12 +369,6 @@ def sort_job_spools(spool: Path) -> tuple[list[JobSpool], list[FormatError]]:
             except FormatError as error:
                 refused.append(error)
     return found, refused
-
-
-@lru_cache(maxsize=1000)
-def warn_once(message: str) -> None:
-    """Log a warning once, although every poll finds the same problem."""
-    logger.warning("%s", message)
 
 
 def get_job_spool(folder: str | Path, save: SaveId) -> JobSpool:

@@ -21,7 +21,6 @@ the same remote.
 """
 
 import difflib
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -30,7 +29,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, warn_once
 from trinity_sync.fs.atomic import (
     TRUSTED,
     is_trusted,
@@ -128,7 +127,7 @@ def read_set_job_settings(root: str | Path) -> dict[str, Any]:
     """Return the settings of a job that were set and count, by name; as `read_job_settings`."""
     found, problem = _read(_path(root))
     if problem:
-        _warn_once(problem)
+        warn_once(problem)
     return found
 
 
@@ -159,11 +158,6 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
             f"{TRUSTED}={path.parent.parent}"
         )
     return found, ""
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
 
 
 def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:

@@ -12,7 +12,7 @@ from uuid import UUID
 from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_trigger import SERVER
 from trinity_sync.client.saver_control import SERVED
-from trinity_sync.errors import PrefectApiError, RequestRefusedError
+from trinity_sync.errors import PrefectApiError, RequestRefusedError, warn_once
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
@@ -28,7 +28,7 @@ from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.pending_save import compare_late_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock, warn_once
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
 
 logger = logging.getLogger(__name__)
 
