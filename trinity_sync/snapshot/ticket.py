@@ -44,13 +44,7 @@ from trinity_sync.fs.records import (
     parse_run_and_step,
     read_record,
 )
-from trinity_sync.layout import (
-    COMPONENTS,
-    FOLDERS,
-    Component,
-    is_below,
-    is_path,
-)
+from trinity_sync.layout import COMPONENTS, FOLDERS, Component, is_below, is_path
 from trinity_sync.snapshot.save_id import Origin
 
 TICKET_SUFFIX = ".ticket"
@@ -178,7 +172,6 @@ class CachedFile(Record):
     step: Count
     path: str
     """File below the step's folder."""
-    nbytes: Count
     file_digest: str
     """Digest of the file, as in the step's manifest."""
 
@@ -320,7 +313,7 @@ def free_slot(path: Path, image: str, digest: str = "") -> None:
         ticket = read_ticket(path)
         if ticket and ticket.image == image:
             if digest and ticket.form == "file":
-                kept = CachedFile(ticket.step, ticket.path, ticket.nbytes, digest)
+                kept = CachedFile(ticket.step, ticket.path, digest)
                 with suppress(OSError):  # without the record, the file is read from disk
                     write_cached_file(path, kept)
             ticket_path(path).unlink(missing_ok=True)
