@@ -30,6 +30,7 @@ import operator
 import os
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -270,6 +271,7 @@ def name_job(real: Path, others: Iterable[Path] = ()) -> str:
     return "/".join(parts)
 
 
+@lru_cache(maxsize=64)  # each save asks for the same
 def job_id_of(real: Path, identity: str = "") -> str:
     """Return the identifier of a job; it asks no file system.
 

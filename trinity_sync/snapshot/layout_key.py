@@ -8,8 +8,8 @@ with attributes) has no key, and is laid out again at each save.
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 _SPECIAL = _COMPLEX | _QUANTIZED
 _PLAIN = frozenset((int, str, bytes, bool, type(None)))
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
 _CONTAINERS = frozenset((dict, OrderedDict, UndetachedStateDict, list, tuple))
 
 
@@ -89,64 +90,38 @@ class _NotComparable(Exception):
 
 def walk_state(state: Any) -> StateWalk | None:
     """Walk over ``state`` and return its key; None if it has to be laid out again."""
-    found: LayoutKey = []
-    floats: list[float] = []
-    live: list[torch.UntypedStorage] = []
-    numbers: dict[int, int] = {}
-    firsts: list[torch.Tensor] = []
-    """The first tensor in each storage."""
-    seen: dict[int, int] = {}
-    # local names: this walk is the whole cost of a known state
-    add, add_all = found.append, found.extend
-    strided, tensor_type, parameter = torch.strided, torch.Tensor, torch.nn.Parameter
-    attributes_count = type(state) is not UndetachedStateDict
+    walk = _Walk(attributes_count=type(state) is not UndetachedStateDict)
+    try:
+        with disable_subclasses():  # attributes of DTensors are read as they are
+            walk.visit(state)
+    except Exception:  # whether it can be saved at all is for torch.save to say
+        return None
+    return StateWalk(walk.found, pack_floats(walk.floats), walk.live)
 
-    def walk(value: Any) -> None:
-        kind, given = type(value), value
-        if kind is DTensor:
-            if attributes_count and value.__dict__:
-                raise _NotComparable
-            # specs are shared by tensors and saves, and hold shape, strides, mesh and placements
-            spec, shard = get_spec_and_shard(value)
-            add_all((kind, spec, value.requires_grad))
-            value = shard
-            kind = type(value)
-        if kind is tensor_type or kind is parameter:
-            dtype = value.dtype
-            if (attributes_count and value.__dict__) or value.layout is not strided:
-                raise _NotComparable
-            if dtype in _SPECIAL:
-                if dtype in _QUANTIZED:
-                    raise _NotComparable
-                add(value.is_conj())
-            storage = value.untyped_storage()
-            nbytes, address = storage.nbytes(), get_storage_id(storage)
-            number = numbers.get(address)
-            if number is None:
-                number = numbers[address] = len(numbers)
-                firsts.append(given)
-                if nbytes:
-                    live.append(storage)
-            elif given is not firsts[number]:  # a pickle has an object once
-                add(seen.setdefault(id(given), len(seen)))
-            add_all(
-                (
-                    kind,
-                    dtype,
-                    value.shape,
-                    value.stride(),
-                    value.storage_offset(),
-                    None if value.is_cpu else value.device,
-                    value.requires_grad,
-                    value.is_neg(),
-                    number,
-                    nbytes,
-                )
-            )
+
+@dataclass
+class _Walk:
+    """What a walk has found; it is the whole cost of a known state."""
+
+    attributes_count: bool
+    found: LayoutKey = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)
+    live: list[torch.UntypedStorage] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    firsts: list[torch.Tensor] = field(default_factory=list)
+    """The first tensor in each storage."""
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def visit(self, value: Any) -> None:
+        """Add a value, and all that is in it."""
+        kind = type(value)
+        if kind in _TENSORS:
+            self._add_tensor(value, kind)
             return
+        add, seen, visit = self.found.append, self.seen, self.visit
         add(kind)
         if kind is float:
-            floats.append(value)
+            self.floats.append(value)
         elif kind in _PLAIN:
             add(value)
         elif kind not in _CONTAINERS and not (kind is np.ndarray and _is_small(value)):
@@ -156,7 +131,7 @@ def walk_state(state: Any) -> StateWalk | None:
         else:
             seen[address] = len(seen)
             if kind is np.ndarray:
-                add_all((value.dtype.str, value.shape, value.tobytes()))
+                self.found += (value.dtype.str, value.shape, value.tobytes())
                 return
             add(len(value))
             if kind is list or kind is tuple:
@@ -172,12 +147,45 @@ def walk_state(state: Any) -> StateWalk | None:
             if kind is OrderedDict:
                 visit(value.__dict__)  # a module's state has its _metadata there
 
-    visit: Callable[[Any], None] = walk
-    try:
-        with disable_subclasses():  # attributes of DTensors are read as they are
-            visit(state)
-    except Exception:  # whether it can be saved at all is for torch.save to say
-        return None
-    finally:
-        visit = add  # a function that refers to itself would live until a garbage collection
-    return StateWalk(found, pack_floats(floats), live)
+    def _add_tensor(self, value: Any, kind: Any) -> None:
+        given, add_all, attributes_count = value, self.found.extend, self.attributes_count
+        if kind is DTensor:
+            if attributes_count and value.__dict__:
+                raise _NotComparable
+            # specs are shared by tensors and saves, and hold shape, strides, mesh and placements
+            spec, shard = get_spec_and_shard(value)
+            add_all((kind, spec, value.requires_grad))
+            value, kind = shard, type(shard)
+        if kind not in _TENSORS or kind is DTensor or value.layout is not torch.strided:
+            raise _NotComparable
+        if attributes_count and value.__dict__:
+            raise _NotComparable
+        dtype = value.dtype
+        if dtype in _SPECIAL:
+            if dtype in _QUANTIZED:
+                raise _NotComparable
+            self.found.append(value.is_conj())
+        storage = value.untyped_storage()
+        nbytes, address = storage.nbytes(), get_storage_id(storage)
+        number = self.numbers.get(address)
+        if number is None:
+            number = self.numbers[address] = len(self.numbers)
+            self.firsts.append(given)
+            if nbytes:
+                self.live.append(storage)
+        elif given is not self.firsts[number]:  # a pickle has an object once
+            self.found.append(self.seen.setdefault(id(given), len(self.seen)))
+        add_all(
+            (
+                kind,
+                dtype,
+                value.shape,
+                value.stride(),
+                value.storage_offset(),
+                None if value.is_cpu else value.device,
+                value.requires_grad,
+                value.is_neg(),
+                number,
+                nbytes,
+            )
+        )
