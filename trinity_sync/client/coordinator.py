@@ -5,10 +5,8 @@ import os
 import signal
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +14,37 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.client.attachments import Attachments, attachment_path
-from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.attachments import attachment_path
+from trinity_sync.client.collaborators import Collaborators
 from trinity_sync.client.cut import ask_roles
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
-from trinity_sync.client.preemption import (
-    EmergencySave,
-    Preemption,
-    noticed_by_any,
-    run_emergency_save,
-)
+from trinity_sync.client.preemption import EmergencySave, noticed_by_any, run_emergency_save
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.client.save_submitter import SaveSubmitter, select_own
+from trinity_sync.client.save_submitter import select_own
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.savers import NOTHING_STAGED, CallableSaver, DcpFolders, StateSaver
-from trinity_sync.client.step_loader import StepLoader
+from trinity_sync.client.savers import NOTHING_STAGED, DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers
-from trinity_sync.layout import (
-    KINDS,
-    Kind,
-    check_name,
-    check_number,
-    step_folder,
-)
+from trinity_sync.layout import KINDS, Kind, check_name, check_number, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, require_root
 from trinity_sync.snapshot.save_id import Export, Origin
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
-from trinity_sync.snapshot.stager import Staged, Stager
+from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import is_committed
-from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import CallableStatus
-from trinity_sync.weights.upload_check import UploadCheck
 
 CLOSE_S = 10.0
 """Seconds for which `close` sends what the Prefect server has not taken yet."""
 
 
-class CheckpointCoordinator:
+class CheckpointCoordinator(Collaborators):
     """Saves and loads the steps of a job; each rank has one coordinator.
 
     A save costs the training loop one copy into shared memory. Rank 0 then requests a Prefect flow
@@ -140,82 +124,36 @@ class CheckpointCoordinator:
         if not rank < world_size:
             raise ConfigError(f"rank {rank} is not below the world size {world_size}")
         self.rank, self.world_size = rank, world_size
-        self.settings = settings or Settings()
-        self.roles = tuple(check_name("role", role) for role in roles or self.settings.roles)
-        requests = trigger or SaveTrigger(self.settings)
+        self.settings = settings = settings or Settings()
+        self.roles = tuple(check_name("role", role) for role in roles or settings.roles)
+        requests = trigger or SaveTrigger(settings)
         opens = rank == 0 and not places
         if opens and require_stack:
             requests.require_stack()
         self.root = open_root(root, job) if opens else resolve_root(root)
         identity = open_identity(self.root)
-        self.spool: JobSpool = open_job_spool(self.settings.spool, self.root)
+        self.spool: JobSpool = open_job_spool(settings.spool, self.root)
         if rank == 0 and trigger is None and not require_stack:
             requests.warn_without_stack(self.root, self.spool.folder)
         # of the caller: rank 0 may not have written it yet
         concurrency = (job or {}).get("write_concurrency")
         concurrency = concurrency or read_job_settings(self.root).write_concurrency
-        here = (self.settings.node, str(self.spool.folder.absolute()))
+        here = (settings.node, str(self.spool.folder.absolute()))
         self._places = tuple(places) or group_by_node([here] * world_size)
         if any(place.ranks[0] == rank for place in self._places):  # one rank of each node
             remove_replaced_spools(self.spool)
             self.spool.away.unlink(missing_ok=True)
-        run_key = run_key or self.settings.run_key or make_run_key()
+        run_key = run_key or settings.run_key or make_run_key()
         if not places:  # otherwise rank 0 has told it to all ranks
             run_key = find_start_key(self.root, run_key)
         self.spool.mark_run(run_key)
-        self._run = RunContext(
-            self.root,
-            run_key,
-            leads=rank == 0,
-            takes_over=self.settings.take_over if take_over is None else take_over,
-        )
-        self._watcher = CommitWatcher(requests, self.spool, rank=rank, run=self._run)
-        self._loader = StepLoader(
-            self.root,
-            self.spool,
-            self._run,
-            partial(self._watcher.begin, waits=True),
-            rank=rank,
-            world_size=world_size,
-            places=self._places,
-        )
-        self._submitter = SaveSubmitter(
-            self.root,
-            self.spool,
-            self._run,
-            self._watcher,
-            identity=identity,
-            rank=rank,
-            world_size=world_size,
-            roles=self.roles,
-            places=self._places,
-            write_concurrency=concurrency,
-        )
-        self._stager = Stager(
-            self.spool,
-            slots=self.settings.slots,
-            slot_wait_s=self.settings.slot_wait_s,
-            on_long_wait=self._watcher.hurry,
-        )
-        self._states = StateSaver(
-            self._stager,
-            self._submitter.submit_states,
-            self._watcher.has_failed,
-            check_overlap=self.settings.overlap == "check",
-        )
-        self._attachments = Attachments(self.root, rank, self._states)
-        self._callables = CallableSaver(self.root, self.spool)
-        self._uploads = UploadCheck(self.root, self.spool)
-        self._metrics = MetricsLog(self.root, self._run.find_run_of_metrics)
-        self._preemption = Preemption(self.settings.save_by)
-        self._began: float | None = None
-        """When `save_dcp`, which calls `save`, was called (`time.perf_counter`)."""
+        take_over = settings.take_over if take_over is None else take_over
+        self._run = RunContext(self.root, run_key, leads=rank == 0, takes_over=take_over)
+        self._make_collaborators(requests, identity, concurrency)
         self._has_waited = False
         """Whether an emergency save has waited for its commit."""
         self._failures: list[str] = []
         """Failures that no `wait_all` has raised yet."""
-        dropped = weakref.finalize(self, _end_watcher, self._watcher, self._process)
-        dropped.atexit = False
 
     @classmethod
     def of_process_group(
@@ -568,31 +506,42 @@ class CheckpointCoordinator:
                 not stop the training: the handle has it as ``failure``, and `wait_all` raises it.
         """
         self._require_own_process()
-        began, self._began = self._began, None
         step = check_number("step", step)
         replicas: dict[str, tuple[int, ...]] = {}
         if replicated:
             components, replicated, replicas = select_own(
                 step, components, replicated, kind, self.rank
             )
-        keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
         self._submitter.check_components(step, components, role, kind, export)
         self._run.require_not_superseded(step)
         origin = self._submitter.origin(
             step,
             role,
             kind,
-            keep=keep if kind == "checkpoint" else 0,
+            keep=keep,
             export=export,
             replicated=replicated,
             replicas=replicas,
             again=self._run.require_next_step(step, role, kind),
         )
+        return self._submit(origin, components, metadata, overlap=overlap)
+
+    def _submit(
+        self,
+        origin: Origin,
+        components: Mapping[str, Any],
+        metadata: str | Path | Mapping[str, bytes | Path] | None,
+        *,
+        overlap: bool = False,
+        began: float | None = None,
+    ) -> SaveHandle:
+        """Stage and submit a save whose arguments were checked, with what is attached to it."""
+        step, kind = origin.step, origin.kind
         if self._states.lacking and (lost := self._states.fail_without_parts(step, kind)):
             return self._handle(origin, lost)
         self._metrics.flush()
         try:
-            self._submitter.prepare(role, again=self._states.has_saved)
+            self._submitter.prepare(origin.role, again=self._states.has_saved)
         except (OSError, TrinitySyncError) as error:
             if not self._states.has_saved:
                 raise
@@ -602,7 +551,7 @@ class CheckpointCoordinator:
         with hold_handlers():
             try:
                 if kind == "checkpoint":
-                    attached = self._attachments.take(step, role)
+                    attached = self._attachments.take(step, origin.role)
             except OSError as error:
                 return self._handle(origin, self._states.fail(origin, error))
             staged = self._states.save(
@@ -616,12 +565,7 @@ class CheckpointCoordinator:
         return self._handle(origin, staged)
 
     def save_dcp(
-        self,
-        step: int,
-        lay_out: Callable[[], DcpFolders],
-        *,
-        role: str = "actor",
-        keep: int = 0,
+        self, step: int, lay_out: Callable[[], DcpFolders], *, role: str = "actor", keep: int = 0
     ) -> SaveHandle:
         """Submit a checkpoint in DCP's format, for `trinity_sync.integrations`.
 
@@ -638,13 +582,17 @@ class CheckpointCoordinator:
         """
         self._require_own_process()
         began = time.perf_counter()
-        origin = self._submitter.origin(check_number("step", step), role, "checkpoint")
+        step = check_number("step", step)
+        origin = self._submitter.origin(step, role, "checkpoint")
         try:
             files, metadata = lay_out()
         except Exception as error:
             return self._handle(origin, self._states.fail(origin, error))
-        self._began = began
-        return self.save(step, files, role=role, metadata=metadata, keep=keep)
+        self._submitter.check_components(step, files, role, "checkpoint", "")
+        self._run.require_not_superseded(step)
+        again = self._run.require_next_step(step, role, "checkpoint")
+        origin = self._submitter.origin(step, role, "checkpoint", keep=keep, again=again)
+        return self._submit(origin, files, metadata, began=began)
 
     def wait_staged(self) -> float:
         """Wait until an overlapped save is staged; after that the states may change.
@@ -890,11 +838,7 @@ class CheckpointCoordinator:
     # ------------------------------------------------------------ Trinity's calls
 
     def save_async(
-        self,
-        name: str,
-        save_fn: Callable[[], Any],
-        global_step: int,
-        is_state_dict: bool = False,
+        self, name: str, save_fn: Callable[[], Any], global_step: int, is_state_dict: bool = False
     ) -> None:
         """Run a save function in a background thread; the step's flow run waits for it.
 
@@ -1127,15 +1071,6 @@ class CheckpointCoordinator:
             run = self._run.number
             return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
         return ()
-
-
-def _end_watcher(watcher: CommitWatcher, process: int) -> None:
-    """End the thread of a coordinator that was dropped without `close`, as a notebook's cell does.
-
-    Not in a forked child, which has the locks of its parent's threads.
-    """
-    if os.getpid() == process:
-        watcher.end_at_most(10.0)
 
 
 def _kind(is_state_dict: bool) -> Kind:

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from trinity_sync.layout import (
     WriteConcurrency,
     check_choice,
     check_name,
+    check_number,
 )
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.image import LaidOut
@@ -32,44 +34,34 @@ from trinity_sync.storage.save_functions import write_request
 from trinity_sync.tensors.replicas import find_replicas
 
 
+@dataclass
 class SaveSubmitter:
     """Names the saves of one rank, and submits them to the commit watcher.
 
     ``roles`` make one checkpoint together.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        spool: JobSpool,
-        run: RunContext,
-        watcher: CommitWatcher,
-        *,
-        identity: str,
-        rank: int,
-        world_size: int,
-        roles: Sequence[str],
-        places: Sequence[NodeRanks],
-        write_concurrency: WriteConcurrency,
-    ) -> None:
-        self._root = root
-        self._identity = identity
-        self._spool = spool
-        self._run = run
-        self._watcher = watcher
-        self._rank = rank
-        self._world_size = world_size
-        self._roles = tuple(roles)
-        self._places = tuple(places)
-        self._is_first = any(place.ranks[0] == rank for place in places)
+    root: Path
+    spool: JobSpool
+    run: RunContext
+    rank: int
+    world_size: int
+    places: Sequence[NodeRanks]
+    watcher: CommitWatcher
+    identity: str
+    roles: tuple[str, ...]
+    write_concurrency: WriteConcurrency
+    placed: set[str] = field(default_factory=set)
+    """Roles whose placement this run has written."""
+    attempts: dict[SaveId, int] = field(default_factory=dict)
+    """Last attempts of the saves that were submitted more than once, by their first one."""
+    monitored: dict[tuple[int, Kind], str] = field(default_factory=dict)
+    """Request keys of the saves of the newest step that `submit_callables` has submitted."""
+
+    @cached_property
+    def is_first(self) -> bool:
         """Whether this is the first rank of its node."""
-        self._write_concurrency = write_concurrency
-        self._placed: set[str] = set()
-        """Roles whose placement this run has written."""
-        self._attempts: dict[SaveId, int] = {}
-        """Last attempts of the saves that were submitted more than once, by their first one."""
-        self._monitored: dict[tuple[int, Kind], str] = {}
-        """Request keys of the saves of the newest step that `submit_callables` has submitted."""
+        return any(place.ranks[0] == self.rank for place in self.places)
 
     def origin(
         self,
@@ -89,21 +81,22 @@ class SaveSubmitter:
         ``again`` is the next attempt if the last one has failed, which may be read from the root.
 
         Raises:
-            ConfigError: the role cannot be part of a file name.
+            ConfigError: the role cannot be part of a file name, or ``keep`` is no number.
         """
-        if role not in self._roles:
+        keep = check_number(f"step {step}: keep, of which 0 keeps all steps,", keep)
+        if role not in self.roles:
             check_name("role", role)
-        save = self._save_id(step, kind, self._roles if kind == "checkpoint" else (role,))
-        if again or (step, kind) in self._monitored:
-            save = self._watcher.find_attempt(save)
+        save = self._save_id(step, kind, self.roles if kind == "checkpoint" else (role,))
+        if again or (step, kind) in self.monitored:
+            save = self.watcher.find_attempt(save)
         return Origin(
             **vars(save),
             role=role,
-            rank=self._rank,
-            world_size=self._world_size,
-            keep=keep,
+            rank=self.rank,
+            world_size=self.world_size,
+            keep=keep if kind == "checkpoint" else 0,
             export=export,
-            write_concurrency=self._write_concurrency,
+            write_concurrency=self.write_concurrency,
             replicated=tuple(sorted(replicated)),
             replicas=dict(replicas or {}),
         )
@@ -114,15 +107,15 @@ class SaveSubmitter:
         Rank 0 writes the placement of the role's ranks into the root, once a run, and the first
         rank of each node has the node's saver live; ``again``, a failure of that is told later.
         """
-        if self._rank == 0 and role not in self._placed:
-            run = self._run.get()
-            require_root(self._root, self._spool.folder.name)
-            write_placement(self._root, run.number, run.key, role, self._places)
-            self._placed.add(role)
-        if self._is_first:
+        if self.rank == 0 and role not in self.placed:
+            run = self.run.get()
+            require_root(self.root, self.spool.folder.name)
+            write_placement(self.root, run.number, run.key, role, self.places)
+            self.placed.add(role)
+        if self.is_first:
             with suppress(Exception) if again else nullcontext():  # `send` tries again
-                self._watcher.begin()
-                self._spool.mark_run(self._run.get().key)  # a program may have removed the folder
+                self.watcher.begin()
+                self.spool.mark_run(self.run.get().key)  # a program may have removed the folder
 
     def check_components(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind, export: Export
@@ -149,14 +142,14 @@ class SaveSubmitter:
         for name, state in components.items():
             if isinstance(state, torch.nn.Module):
                 raise ConfigError(f"step {step}: {name} is a module; pass its state_dict()")
-        if kind == "checkpoint" and role not in self._roles:
+        if kind == "checkpoint" and role not in self.roles:
             raise ConfigError(
-                f"role {role!r} is none of this job's roles {list(self._roles)}; name all roles "
+                f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
                 f"that make one checkpoint, e.g. TRINITY_SYNC_ROLES=actor,{role}"
             )
 
-        key = self._monitored.get((step, kind))
-        if key is not None and not self._watcher.has_failed(key):
+        key = self.monitored.get((step, kind))
+        if key is not None and not self.watcher.has_failed(key):
             raise ConfigError(
                 f"step {step}: register_and_monitor has requested the flow run of its {kind}, "
                 "which may be committed; call save before it"
@@ -169,13 +162,13 @@ class SaveSubmitter:
             components = {*COMPONENTS} - {"dcp"} | {*components}
         save = origin.save
         if save.attempt > 1:
-            self._attempts[replace(save, attempt=1)] = save.attempt
+            self.attempts[replace(save, attempt=1)] = save.attempt
         request = _request(save, components)
-        self._watcher.follow(
+        self.watcher.follow(
             request,
             images=staged.images,
             exports=origin.role if origin.export else "",
-            submit=self._rank == 0,
+            submit=self.rank == 0,
         )
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
@@ -186,40 +179,40 @@ class SaveSubmitter:
         Raises:
             ConfigError: the save has failed, and its states were not submitted again.
         """
-        run = self._run.get()
-        tickets = [sealed.ticket for sealed in self._spool.read_step(run.number, step)[0]]
+        run = self.run.get()
+        tickets = [sealed.ticket for sealed in self.spool.read_step(run.number, step)[0]]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
-        roles = mine[0].roles if mine else self._roles
+        roles = mine[0].roles if mine else self.roles
         for role in roles:
-            if read_placement(self._root, run.number, run.key, role) is None:  # save functions only
+            if read_placement(self.root, run.number, run.key, role) is None:  # save functions only
                 self.prepare(role)
-        if self._is_first:
-            self._spool.mark_run(run.key)  # a program may have removed the folder
+        if self.is_first:
+            self.spool.mark_run(run.key)  # a program may have removed the folder
         save = self._save_id(step, kind, roles)
         if mine:
             save = replace(save, attempt=max(ticket.attempt for ticket in mine))
-            if self._watcher.has_failed(save.key):
+            if self.watcher.has_failed(save.key):
                 raise ConfigError(
                     f"step {step}: its {kind} has failed; call save again before "
                     "register_and_monitor, so that its states are saved with its functions"
                 )
         else:
-            save = self._watcher.find_attempt(save)
+            save = self.watcher.find_attempt(save)
         if save.attempt > 1:
-            self._attempts[replace(save, attempt=1)] = save.attempt
+            self.attempts[replace(save, attempt=1)] = save.attempt
         request = _request(save, list_components(mine), expected=expected)
-        write_request(self._spool, run.number, step, kind, request.model_dump_json())
-        self._monitored = {k: v for k, v in self._monitored.items() if k[0] == step}
-        self._monitored[step, kind] = request.key
-        self._run.note_saved(step, self._roles, kind)
-        self._watcher.follow(request, submit=True)
+        write_request(self.spool, run.number, step, kind, request.model_dump_json())
+        self.monitored = {k: v for k, v in self.monitored.items() if k[0] == step}
+        self.monitored[step, kind] = request.key
+        self.run.note_saved(step, self.roles, kind)
+        self.watcher.follow(request, submit=True)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
         """Return the last attempt of a save."""
-        run = self._run.get()
-        root, identity = str(self._root), self._identity
+        run = self.run.get()
+        root, identity = str(self.root), self.identity
         save = SaveId(root, run.number, run.key, step, kind, roles, identity=identity)
-        attempt = self._attempts.get(save)
+        attempt = self.attempts.get(save)
         return replace(save, attempt=attempt) if attempt else save
 
 

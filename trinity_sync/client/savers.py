@@ -82,28 +82,23 @@ class _Due:
     """Whether a save that was submitted has all of it, but for attachments."""
 
 
+@dataclass
 class StateSaver:
-    """Stages and submits the states of one process.
+    """Stages and submits the states of one process."""
 
-    Args:
-        stager: copies the states into slots.
-        submit: called with the origin of the images and what was staged, once they are sealed.
-        has_failed: returns whether a save that was submitted has failed since, by request key.
-        check_overlap: compare overlapped images with a digest taken at the call.
-    """
+    stager: Stager
+    submit: Callable[[Origin, Staged], None]
+    """Called with the origin of the images and what was staged, once they are sealed."""
+    has_failed: Callable[[str], bool] = lambda _: False
+    """Return whether a save that was submitted has failed since, by request key."""
+    check_overlap: bool = field(default=False, kw_only=True)
+    """Whether to compare overlapped images with a digest taken at the call."""
+    has_saved: bool = field(default=False, init=False)
+    """Whether this process has saved: since then only errors of arguments are raised."""
+    lacking: dict[tuple[int, Kind, str], str] = field(default_factory=dict, init=False)
+    """Why a save lacks a part of it, by step, kind and name of the part."""
 
-    def __init__(
-        self,
-        stager: Stager,
-        submit: Callable[[Origin, Staged], None],
-        has_failed: Callable[[str], bool] = lambda _: False,
-        *,
-        check_overlap: bool = False,
-    ) -> None:
-        self._stager = stager
-        self._submit = submit
-        self._has_failed = has_failed
-        self._check_overlap = check_overlap
+    def __post_init__(self) -> None:
         self._newest: dict[str, _NewestStep] = {}
         """By role, the last step that was staged to be saved."""
         self._uploaded: dict[str, int] = {}
@@ -111,10 +106,6 @@ class StateSaver:
         self._packed: tuple[Metadata | None, Packed | None] = None, None
         """Metadata of the save before, and the same packed."""
         self._failures: list[str] = []
-        self.lacking: dict[tuple[int, Kind, str], str] = {}
-        """Why a save lacks a part of it, by step, kind and name of the part."""
-        self.has_saved = False
-        """Whether this process has saved: since then only errors of arguments are raised."""
         self._background: ThreadPoolExecutor | None = None
         self._overlapping: Future[Staged] | None = None
 
@@ -179,14 +170,14 @@ class StateSaver:
         try:
             if given is not None and METADATA not in due.earlier:
                 packed = self._pack(given)
-            plan = self._stager.lay_out(
+            plan = self.stager.lay_out(
                 origin,
                 states,
                 also=due.earlier,
                 metadata=packed,
                 attachments=attachments,
                 overlap=overlap,
-                check=self._check_overlap,
+                check=self.check_overlap,
                 again=due.again,
                 began=began,
             )
@@ -223,7 +214,7 @@ class StateSaver:
         with hold_handlers():  # whose errors are the caller's
             try:
                 published = self._publish(origin)
-                is_other = state is not None and not self._stager.holds(
+                is_other = state is not None and not self.stager.holds(
                     origin, MODEL, state, on_device=True
                 )
             except Exception as error:
@@ -241,7 +232,7 @@ class StateSaver:
             _require_adapted(origin, [*map(str, state)])
         with hold_handlers():
             try:
-                staged = self._stager.stage(origin, {MODEL: state}, seals=False)
+                staged = self.stager.stage(origin, {MODEL: state}, seals=False)
                 return self._publish(origin), staged
             except Exception as error:
                 return None, self.fail(origin, error)
@@ -251,7 +242,7 @@ class StateSaver:
         newest = self._newest.get(origin.role)
         submitted = newest.submitted if newest and newest.step == origin.step else {}
         serving = [each for kind, each in submitted.items() if origin.kind in SERVES_AS[kind]]
-        return min(serving, key=lambda each: self._has_failed(each.key), default=origin)
+        return min(serving, key=lambda each: self.has_failed(each.key), default=origin)
 
     def list_due(self, step: int, role: str) -> list[str]:
         """Return the other roles that this process saves, and has not saved at this step yet."""
@@ -271,7 +262,7 @@ class StateSaver:
         start = time.perf_counter()
         with hold_handlers():
             if not overlapping.done():
-                self._stager.waiting_since = start
+                self.stager.waiting_since = start
                 while wait([overlapping], HELD_S).not_done:
                     call_held_handlers()
             if self._overlapping is overlapping:  # another thread may have waited as well
@@ -338,7 +329,7 @@ class StateSaver:
         finally:
             if self._background:
                 self._background.shutdown()
-            self._stager.close()
+            self.stager.close()
 
     def _pack(self, given: Metadata) -> Packed | None:
         before, packed = self._packed
@@ -355,7 +346,7 @@ class StateSaver:
         return packed
 
     def _publish(self, origin: Origin) -> VersionTag | None:
-        published = self._stager.publish(origin, MODEL)
+        published = self.stager.publish(origin, MODEL)
         if published:
             self._uploaded[origin.role] = origin.step
             self.has_saved = True
@@ -368,7 +359,7 @@ class StateSaver:
         pending = {
             each
             for each, submitted in newest.submitted.items()
-            if not (again if each == kind else self._has_failed(submitted.key))
+            if not (again if each == kind else self.has_failed(submitted.key))
         }
         # another rank has saved these for this one
         serving = [newest.submitted[each] for each in pending if kind in SERVES_AS[each]]
@@ -394,7 +385,7 @@ class StateSaver:
     def _is_staged(self, origin: Origin, component: str, state: Any) -> bool:
         """Return whether a state is staged at this step and has not changed since."""
         with suppress(Exception):  # staging a state that cannot be read raises why
-            return self._stager.holds(origin, component, state)
+            return self.stager.holds(origin, component, state)
         return False
 
     def _copy_in_background(
@@ -414,7 +405,7 @@ class StateSaver:
         """Copy and seal what was laid out, and submit the save."""
         origin = plan.origin
         try:
-            staged = self._stager.copy(plan)
+            staged = self.stager.copy(plan)
         except Exception as error:
             return self.fail(origin, error)
         newest = self._newest.get(origin.role)
@@ -424,7 +415,7 @@ class StateSaver:
         newest.metadata = metadata or newest.metadata
         newest.submitted[origin.kind] = origin
         self.has_saved = True
-        self._submit(origin, staged)
+        self.submit(origin, staged)
         return staged
 
 

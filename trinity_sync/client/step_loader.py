@@ -44,10 +44,10 @@ class StepLoader:
     root: Path
     spool: JobSpool
     run: RunContext
-    begin_commits: Callable[[], None]
     rank: int
     world_size: int
     places: Sequence[NodeRanks]
+    begin_commits: Callable[[], None]
     is_collective: bool = False
     """Whether all ranks of the default process group find and load steps together."""
 
