@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -63,12 +63,7 @@ class CommitWatcher:
     """
 
     def __init__(
-        self,
-        trigger: SaveTrigger,
-        spool: JobSpool,
-        *,
-        rank: int = 0,
-        run: RunContext | None = None,
+        self, trigger: SaveTrigger, spool: JobSpool, *, rank: int = 0, run: RunContext | None = None
     ) -> None:
         self.commit_seconds: dict[str, float] = {}
         """Seconds from submission to commit, by request key. Rank 0 measures them; other ranks take
@@ -235,12 +230,7 @@ class CommitWatcher:
                 here_at = here_at if away else now
                 end = min(deadline, self._end_at, here_at + PATIENCE_S)
                 if now >= end:
-                    waiting = ", ".join(sorted(save.request.key for save in saves))
-                    closed = " when the coordinator was closed" if now >= self._end_at else ""
-                    raise SaveTimeoutError(
-                        f"not committed yet{closed}: {waiting}. {away}They may still commit; see "
-                        "the Prefect UI, or without a stack saver.log."
-                    )
+                    raise _make_timeout(saves, away, closed=now >= self._end_at)
                 if now >= say_at:
                     say_at = math.inf
                     logger.warning(
@@ -462,3 +452,12 @@ class CommitWatcher:
                 logger.warning("%s of %s: %s", request.run_name, request.root, alarm)
         self.commit_seconds[request.key] = took
         logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)
+
+
+def _make_timeout(saves: Iterable[PendingSave], away: str, *, closed: bool) -> SaveTimeoutError:
+    waiting = ", ".join(sorted(save.request.key for save in saves))
+    when = " when the coordinator was closed" if closed else ""
+    return SaveTimeoutError(
+        f"not committed yet{when}: {waiting}. {away}They may still commit; see the Prefect UI, or "
+        "without a stack saver.log."
+    )
