@@ -206,24 +206,10 @@ def _write_one(
         raise ImageError(f"{save}: the image of {ticket.what} names {final}, outside of the step")
     make_folder(final.parent)
     start = time.perf_counter()
-    health = None
     with pin_folder(final.parent) as folder:  # another user may exchange it for a link meanwhile
         temporary = make_attempt_path(folder / final.name, attempt, ticket.image)
         try:
-            if isinstance(content, Path):
-                _name_attached(content, temporary)
-                digest = digest_cached_file(temporary)
-            else:
-                acquire_spare(save.root, temporary, len(content))
-                scan = _scan(ticket, content)
-                parts = scan.walk(content) if scan else ()
-                how: dict[str, Any] = {"limit": options.limit, "parts": parts}
-                if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
-                    # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
-                    how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
-                digest = write_file(temporary, content, **how)
-                health = FileHealth(*scan.sum_up()) if scan else None
-                sync_folder(folder)
+            digest, health = _write_content(save, ticket, options, content, temporary)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # make room for a retry, also what attempts that died have taken
@@ -244,14 +230,8 @@ def _write_one(
         images=(ticket.image,),
         health=health,
     )
-    if options.refuse_nonfinite and health and health.nonfinite:
-        raise SaveError(
-            f"{save} is not committed: {sum_up_health([record])[0].wrong}. Resume from a "
-            "healthy step (latest_step(healthy=True)). To save it nevertheless, set on_nonfinite "
-            f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it.",
-            path=final,
-            rank=ticket.rank,
-        )
+    if options.refuse_nonfinite:
+        _refuse_nonfinite(save, record)
     return Written(
         record,
         temporary=os.fspath(final.with_name(temporary.name)),
@@ -267,6 +247,35 @@ def _write_one(
         submitted_at=ticket.sealed_at if own else 0.0,
         stall_s=ticket.stall_s if own else 0.0,
     )
+
+
+def _write_content(
+    save: SaveId, ticket: Ticket, options: WriteOptions, content: memoryview | Path, temporary: Path
+) -> tuple[str, FileHealth | None]:
+    """Give a file its content, durably; return its digest, and what is known of its values."""
+    if isinstance(content, Path):
+        _name_attached(content, temporary)
+        return digest_cached_file(temporary), None
+    acquire_spare(save.root, temporary, len(content))
+    scan = _scan(ticket, content)
+    how: dict[str, Any] = {"limit": options.limit, "parts": scan.walk(content) if scan else ()}
+    if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
+        # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
+        how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
+    digest = write_file(temporary, content, **how)
+    sync_folder(temporary.parent)
+    return digest, FileHealth(*scan.sum_up()) if scan else None
+
+
+def _refuse_nonfinite(save: SaveId, record: FileRecord) -> None:
+    if record.health and record.health.nonfinite:
+        raise SaveError(
+            f"{save} is not committed: {sum_up_health([record])[0].wrong}. Resume from a "
+            "healthy step (latest_step(healthy=True)). To save it nevertheless, set on_nonfinite "
+            f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it.",
+            path=save.folder / record.path,
+            rank=record.rank,
+        )
 
 
 def _name_attached(content: Path, temporary: Path) -> None:
