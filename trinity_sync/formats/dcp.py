@@ -30,12 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -281,15 +276,11 @@ def from_dcp(
     parts = _select_parts(source, model, optim)
     is_whole = (layout or ("replicas" if world_size == 1 else "fsdp2")) == "replicas"
     if step_folder(base, step).exists():
-        raise CommitError(
-            f"{step_folder(base, step)} exists already and is not changed; choose another step or "
-            "another root"
-        )
+        raise CommitError(f"{step_folder(base, step)} exists already; choose another step or root")
     make_folder(base)
     identity = open_identity(base)
     run = find_newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
-    where = str(base), run.number, run.key
-    save = SaveId(*where, step, "checkpoint", (role,), identity=identity)
+    save = SaveId(str(base), run.number, run.key, step, "checkpoint", (role,), identity=identity)
     saved_by = 1 if is_whole else world_size  # a replica is written once, as of one rank
     shards = [(name, rank, saved_by) for name in parts for rank in range(saved_by)]
     if saved_by < world_size:

@@ -127,12 +127,7 @@ class DcpReader(FileSystemReader):
                 )
 
     def read_component(
-        self,
-        paths: Paths,
-        rank: int,
-        mesh: DeviceMesh | None,
-        whole: Sequence[str],
-        component: str,
+        self, paths: Paths, rank: int, mesh: DeviceMesh | None, whole: Sequence[str], component: str
     ) -> dict[str, Any]:
         """Return a rank's state of ``model`` or ``optim``: FSDP2's on a mesh, otherwise the whole.
 

@@ -8,19 +8,16 @@ complete folder appears by one rename, which ``from_pretrained`` loads.
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats.hf_files import DTYPES, HUGGINGFACE, find_adapter_config, write_files
 from trinity_sync.formats.hf_naming import require_config
-from trinity_sync.formats.safetensors import (
-    ExportProgress,
-    open_progress,
-    read_progress,
-)
+from trinity_sync.formats.safetensors import ExportProgress, open_progress, read_progress
 from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.fs.atomic import UNWRITABLE, make_folder, move, remove_file, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, no_progress
@@ -105,47 +102,77 @@ def export_step(
         scratch = exports_folder(root) / f"{folder.name}.{role}"
     else:
         scratch = target.with_name(f".{target.name}.partial")
-    with (
-        lease_to_read(root, step, f"export of {role}"),
-        lock_export(root, scratch),
-    ):
+    with lease_to_read(root, step, f"export of {role}"), lock_export(root, scratch):
         done = read_progress(scratch if to is None else target)
-        if done and done.source == source and done.files:
-            committed = {r.path: r.digest for r in require_committed(root, step).files}
-            if all(
-                committed.get(f"{role}/{HUGGINGFACE}/{name}") == known.digest
-                if to is None
-                else done.has_file(name)
-                for name, known in done.files.items()
-            ):
-                return _make_result(target, done)
-        adapter_config = find_adapter_config(folder, manifest, role)
-        if adapter_config is None:
-            require_config(folder / role / HUGGINGFACE)  # before all files are read
-        compared = sum(record.nbytes for record in records) if check else 0
-        if check:
-            require_digests(folder, records, lambda n: on_progress(n, 2 * compared))
-        progress = open_progress(scratch, source)
-        try:
-            write_files(
-                progress,
-                SavedState([folder / record.path for record in records]),
-                folder / role,
-                adapter_config,
-                max_bytes=max_shard_bytes,
-                trust_remote_code=trust_remote_code,
-                small=[] if to is None else _list_metadata_files(manifest, role),
-                on_progress=lambda n, written: on_progress(n, compared + written),
-            )
-        except (FileNotFoundError, CommitError, ExportError):
-            require_unreplaced(root, manifest)  # files may be missing in a replaced step
-            raise
-        require_unreplaced(root, manifest)  # all shards that were read are of one run
+        if done and done.source == source and _is_whole(root, done, in_step=to is None):
+            return _make_result(target, done)
+        progress = _write(
+            root,
+            manifest,
+            records,
+            source,
+            scratch,
+            in_step=to is None,
+            check=check,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
         if to is None:
             _add_to_step(root, manifest, role, progress)
         else:
             replace_target(scratch, target)
     return _make_result(target, progress)
+
+
+def _is_whole(root: Path, done: ExportProgress, *, in_step: bool) -> bool:
+    """Return whether all files of an earlier export are still there."""
+    step, role = done.source["step"], done.source["role"]
+    committed = {r.path: r.digest for r in require_committed(root, step).files}
+    return bool(done.files) and all(
+        committed.get(f"{role}/{HUGGINGFACE}/{name}") == known.digest
+        if in_step
+        else done.has_file(name)
+        for name, known in done.files.items()
+    )
+
+
+def _write(
+    root: Path,
+    manifest: Manifest,
+    records: Sequence[FileRecord],
+    source: dict[str, Any],
+    scratch: Path,
+    *,
+    in_step: bool,
+    check: bool,
+    trust_remote_code: bool,
+    on_progress: OnProgress,
+) -> ExportProgress:
+    """Write the files of an export, or what an interrupted one has not, from shards of one run."""
+    role, folder = source["role"], step_folder(root, manifest.step)
+    adapter_config = find_adapter_config(folder, manifest, role)
+    if adapter_config is None:
+        require_config(folder / role / HUGGINGFACE)  # before all files are read
+    compared = sum(record.nbytes for record in records) if check else 0
+    if check:
+        require_digests(folder, records, lambda n: on_progress(n, 2 * compared))
+    progress = open_progress(scratch, source)
+    try:
+        write_files(
+            progress,
+            SavedState([folder / record.path for record in records]),
+            folder / role,
+            adapter_config,
+            max_bytes=source["max_shard_bytes"],
+            trust_remote_code=trust_remote_code,
+            small=[] if in_step else _list_metadata_files(manifest, role),
+            on_progress=lambda n, written: on_progress(n, compared + written),
+        )
+    except (FileNotFoundError, CommitError, ExportError):
+        require_unreplaced(root, manifest)  # files may be missing in a replaced step
+        raise
+    require_unreplaced(root, manifest)  # all shards that were read are of one run
+    return progress
 
 
 def run_export_request(root: str | Path, run: int, step: int, role: str) -> None:

@@ -19,11 +19,7 @@ import torch
 
 from trinity_sync.errors import ConfigError, ExportError, from_extra
 from trinity_sync.formats.hf_naming import SHOWN, Architecture, find_kept, set_in_config
-from trinity_sync.formats.safetensors import (
-    ExportProgress,
-    save_compared,
-    write_model,
-)
+from trinity_sync.formats.safetensors import ExportProgress, save_compared, write_model
 from trinity_sync.formats.shard_reader import Meta, SavedState
 from trinity_sync.fs.direct_io import OnProgress
 from trinity_sync.snapshot.stager import ATTACHMENTS
@@ -83,16 +79,7 @@ def write_files(
     base: Architecture | None = None
     if adapter_config is None or (huggingface / "config.json").is_file():
         base = Architecture(huggingface, trust_remote_code=trust_remote_code)
-    if adapter_config:
-        split = split_adapter(base, adapter_config, metas)
-    elif any(name.startswith("base_model.") for name in metas):
-        raise ExportError(
-            f"{next(iter(metas))} in {role_folder} is of a model with an adapter, and the step has "
-            f"no {ADAPTER}/{ADAPTER_CONFIG}: save with metadata=FOLDER that contains it, as "
-            "peft_config.save_pretrained writes it"
-        )
-    else:
-        split = SplitModel({name: name for name in metas}, {}, b"")
+    split = _split_model(role_folder, base, adapter_config, metas)
     naming = None
     if split.base:
         if base is None:
@@ -125,19 +112,7 @@ def write_files(
             on_progress=on_progress,
         )
     if split.adapter:
-        progress.write_file(
-            f"{ADAPTER}/{ADAPTER_FILE}",
-            lambda path: save_compared(
-                path,
-                {
-                    name: model.read_tensor(saved, written[name][1])
-                    for name, saved in split.adapter.items()
-                },
-            ),
-        )
-        progress.write_file(
-            f"{ADAPTER}/{ADAPTER_CONFIG}", lambda path: path.write_bytes(split.config)
-        )
+        _write_adapter(progress, model, split, written)
     dtypes = [written[name][1] for name in split.base or split.adapter]
     kinds = [dtype for dtype in dtypes if dtype.is_floating_point]
     for name in small:
@@ -146,6 +121,34 @@ def write_files(
             content = naming.config if naming else content
             content = set_dtype(content, max(set(kinds), key=kinds.count))
         progress.write_file(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+
+
+def _split_model(
+    role_folder: Path,
+    base: Architecture | None,
+    adapter_config: Path | None,
+    metas: Mapping[str, Meta],
+) -> "SplitModel":
+    if adapter_config:
+        return split_adapter(base, adapter_config, metas)
+    if any(name.startswith("base_model.") for name in metas):
+        raise ExportError(
+            f"{next(iter(metas))} in {role_folder} is of a model with an adapter, and the step has "
+            f"no {ADAPTER}/{ADAPTER_CONFIG}: save with metadata=FOLDER that contains it, as "
+            "peft_config.save_pretrained writes it"
+        )
+    return SplitModel({name: name for name in metas}, {}, b"")
+
+
+def _write_adapter(
+    progress: ExportProgress, model: SavedState, split: "SplitModel", written: Mapping[str, Meta]
+) -> None:
+    def save(path: Path) -> None:
+        tensors = split.adapter.items()
+        save_compared(path, {n: model.read_tensor(saved, written[n][1]) for n, saved in tensors})
+
+    progress.write_file(f"{ADAPTER}/{ADAPTER_FILE}", save)
+    progress.write_file(f"{ADAPTER}/{ADAPTER_CONFIG}", lambda path: path.write_bytes(split.config))
 
 
 def find_adapter_config(folder: Path, manifest: Manifest, role: str) -> Path | None:
