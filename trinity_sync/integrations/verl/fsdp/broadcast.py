@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
-from verl.utils.fsdp_utils import (
-    fsdp_version,
-    load_fsdp_model_to_gpu,
-    offload_fsdp_model_to_cpu,
-)
+from verl.utils.fsdp_utils import fsdp_version, load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.errors import WeightSyncError

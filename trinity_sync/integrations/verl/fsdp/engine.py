@@ -7,11 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from verl.utils.fsdp_utils import (
-    fsdp_version,
-    load_fsdp_model_to_gpu,
-    offload_fsdp_model_to_cpu,
-)
+from verl.utils.fsdp_utils import fsdp_version, load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from trinity_sync import SaveHandle, Staged
 from trinity_sync.client.coordinator import CheckpointCoordinator

@@ -12,19 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
-from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync import SaveHandle, Staged
-from trinity_sync.client.collective import (
-    broadcast_from_rank_0,
-    lease_on_rank_0,
-    run_on_all_ranks,
-)
+from trinity_sync.client.collective import broadcast_from_rank_0, lease_on_rank_0, run_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.formats.hf_files import ADAPTER, ADAPTER_CONFIG, require_same_adapter
@@ -33,9 +26,11 @@ from trinity_sync.integrations.verl.fsdp.reshard import is_on_this_mesh, load_re
 from trinity_sync.integrations.verl.fsdp.state_dict import (
     check_loadable,
     collect_metadata,
+    fill_model,
     get_model_state,
     get_model_state_to_stage,
     has_only_adapters,
+    has_replicas,
     require_placed,
     require_trained,
     require_whole_parameters,
@@ -46,11 +41,8 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
 from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.save_id import Export
-from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import RestoredShard, load_shards
-from trinity_sync.storage.restore_into import fill_states
-from trinity_sync.tensors.replicas import adopt_meshes, find_replicas
+from trinity_sync.tensors.replicas import adopt_meshes
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer
@@ -93,14 +85,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         coordinator: CheckpointCoordinator | None = None,
     ) -> None:
         require_whole_parameters(model, optimizer)
-        super().__init__(
-            model,
-            optimizer,
-            lr_scheduler,
-            processing_class,
-            checkpoint_config,
-            trust_remote_code=trust_remote_code,
-        )
+        given = (model, optimizer, lr_scheduler, processing_class, checkpoint_config)
+        super().__init__(*given, trust_remote_code=trust_remote_code)
         collect_metadata(model, processing_class, again=True)  # errors come before the first save
         self.ray_namespace = ray_namespace
         self.max_ckpt_to_keep: int | None = None
@@ -169,14 +155,9 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                 global_step,
                 role,
             )
+        keep = max_ckpt_to_keep or 0
         staged = self._stage(
-            coordinator,
-            role,
-            global_step,
-            "checkpoint",
-            states,
-            keep=max_ckpt_to_keep or 0,
-            export=export and bool(states),
+            coordinator, role, global_step, "checkpoint", states, keep=keep, export=export
         )
         if self.rank == 0:
             self.register_checkpoint(str(local_path), max_ckpt_to_keep)
@@ -359,7 +340,9 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         saves = self._coordinator
         spool = saves.spool if saves and saves.root == root else None
         with lease_on_rank_0(root, step) as manifest, use_sharded_state_dicts(self.model):
-            filled = self._fill_model(folder, manifest, spool) if "model" in components else {}
+            filled = {}
+            if "model" in components:
+                filled = fill_model(self.model, folder, manifest, spool, self.rank, self.world_size)
             files = {
                 name: f"{role}/{shard_file(name, self.world_size, self.rank)}"
                 for name in components
@@ -389,28 +372,6 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                 both, some = (state, get_model_state(self.model)), has_only_adapters(state)
                 run_on_all_ranks(folder, lambda: require_same_model(folder, *both, partial=some))
         run_on_all_ranks(folder, lambda: self._restore_state(component, state))
-
-    def _fill_model(
-        self, folder: Path, manifest: Manifest, spool: JobSpool | None
-    ) -> dict[str, Any]:
-        """Fill FSDP2's shards in place, and return their state by component.
-
-        Empty if they are not those of the step, as with another dtype: `load_state_dict` decides.
-        FSDP1's shards are copies.
-        """
-        if fsdp_version(self.model) != 2:
-            return {}
-        root, _, role = split_role_path(folder)
-        live = {"model": dict(self.model.state_dict())}
-        together = partial(run_on_all_ranks, folder)
-        place = {"rank": self.rank, "world_size": self.world_size}
-        try:
-            return fill_states(
-                root, manifest, role, live, spool=spool, run_together=together, **place
-            )
-        except ConfigError as error:
-            logger.info("%s: %s", folder, error)
-            return {}
 
     def _restore_state(self, component: str, state: Any) -> None:
         """Load one component's state as veRL does."""
@@ -458,6 +419,11 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
     ) -> SaveHandle | None:
         if not states:
             return None
+        replicated: list[str] = []
+        if kind == "checkpoint" and {"model", "extra_state"} <= states.keys():
+            if self._has_replicas is None:
+                self._has_replicas = has_replicas(self.model, states["model"], self.rank)
+            replicated = [name for name in ("model", "optim") if name in states]
         metadata = collect_metadata(self.model, self.processing_class)
         overlap = bool(coordinator.settings.overlap) and self.optimizer is not None
         if overlap and not self._waits_before_steps:
@@ -473,7 +439,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             overlap=overlap,
             keep=keep,
             export=how if export else "",
-            replicated=self._list_replicated(states) if kind == "checkpoint" else (),
+            replicated=replicated if self._has_replicas else (),
         )
         if staged.components:  # another rank may have staged some of the states
             self._saved.update(dict.fromkeys((*states, *staged.components), step))
@@ -482,21 +448,6 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             if export:
                 self._saved["hf_model"] = step
         return staged
-
-    def _list_replicated(self, states: Mapping[str, Any]) -> list[str]:
-        """Return the components of which HSDP's replicas are saved once.
-
-        Under FSDP1 they are not: its shards name the process groups of the rank that saved them.
-        Nor is a model with other tensors than DTensors, such as statistics of each rank's own data.
-        """
-        if fsdp_version(self.model) != 2 or not {"model", "extra_state"} <= states.keys():
-            return []
-        if self._has_replicas is None:
-            model = states["model"]
-            tensors = (each for each in model.values() if isinstance(each, torch.Tensor))
-            is_sharded = all(isinstance(each, DTensor) for each in tensors)
-            self._has_replicas = is_sharded and len(find_replicas([model], self.rank)) > 1
-        return [name for name in ("model", "optim") if name in states and self._has_replicas]
 
 
 class TrainerCheckpointManager(CommitsDriverFiles, FSDPCheckpointManager):  # type: ignore[misc]

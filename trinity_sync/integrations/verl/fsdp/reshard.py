@@ -26,11 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trinity_sync.client.collective import (
-    gather_from_ranks,
-    lease_on_rank_0,
-    run_on_all_ranks,
-)
+from trinity_sync.client.collective import gather_from_ranks, lease_on_rank_0, run_on_all_ranks
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.formats.shard_reader import (
     SavedState,

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,7 +28,8 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
 
-from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.client.collective import run_on_all_ranks
+from trinity_sync.errors import CommitError, ConfigError, warn_once
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.integrations.verl.manager import collect_files
 from trinity_sync.layout import (
@@ -39,9 +40,13 @@ from trinity_sync.layout import (
     split_role_path,
 )
 from trinity_sync.snapshot.layout_key import UndetachedStateDict
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import is_foreign, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.manifest import Manifest
+from trinity_sync.storage.restore_into import fill_states
 from trinity_sync.tensors.dtensor_shards import compute_own_box
+from trinity_sync.tensors.replicas import find_replicas
 from trinity_sync.tensors.torch_private import (
     FSDP1_WRAPPED,
     get_fsdp1_handle,
@@ -91,6 +96,37 @@ def _iter_tied_under_fsdp1(model: Any) -> Iterator[tuple[str, str]]:
             mine, first = (".".join(filter(None, (name, *parts))) for parts in inner)
             inside = f"{FSDP1_WRAPPED}."
             yield mine.replace(inside, ""), first.replace(inside, "")
+
+
+def has_replicas(model: Any, state: Mapping[str, Any], rank: int) -> bool:
+    """Return whether HSDP's replicas of a model's state are saved once.
+
+    Under FSDP1 they are not: its shards name the process groups of the rank that saved them.
+    Nor is a model with other tensors than DTensors, such as statistics of each rank's own data.
+    """
+    tensors = (each for each in state.values() if isinstance(each, torch.Tensor))
+    is_sharded = fsdp_version(model) == 2 and all(isinstance(each, DTensor) for each in tensors)
+    return is_sharded and len(find_replicas([state], rank)) > 1
+
+
+def fill_model(
+    model: Any, folder: Path, manifest: Manifest, spool: JobSpool | None, rank: int, world_size: int
+) -> dict[str, Any]:
+    """Fill FSDP2's shards in place, and return their state by component.
+
+    Empty if they are not those of the step, as with another dtype: `load_state_dict` decides.
+    FSDP1's shards are copies.
+    """
+    if fsdp_version(model) != 2:
+        return {}
+    root, _, role = split_role_path(folder)
+    live = {"model": dict(model.state_dict())}
+    how: Any = {"spool": spool, "run_together": partial(run_on_all_ranks, folder)}
+    try:
+        return fill_states(root, manifest, role, live, rank=rank, world_size=world_size, **how)
+    except ConfigError as error:
+        logger.info("%s: %s", folder, error)
+        return {}
 
 
 @contextmanager
@@ -220,13 +256,8 @@ def _try_collect(folder: str, what: str, write: Callable[[Path], object]) -> dic
     try:
         return _collect_into(folder, write)
     except Exception as error:  # of transformers, or of a user's tokenizer
-        _warn_once(f"checkpoints are saved without {what}, which cannot be saved: {error}")
+        warn_once(f"checkpoints are saved without {what}, which cannot be saved: {error}")
         return {}
-
-
-@lru_cache(maxsize=100)
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def _save_generation_config(inner: Any, folder: Path) -> None:
