@@ -105,25 +105,20 @@ def up(
     with lock_home(settings.home):
         before = read_state(settings.home) or StackState()
         if joining:
-            if before.daemons:
-                raise StackError(
-                    f"home {settings.home} has a stack already. Run trinity-sync down first, or "
-                    "set TRINITY_SYNC_HOME to another folder of this machine"
-                )
+            _require_no_stack(settings, before)
             stack = _with_own_address(stack)
             joining = replace(joining, host=stack.server.host)
         if running := read_running_settings(before):
             stack, config = running, before.config
         _refuse_any_host(stack.server.host)
         external = _find_external(settings, stack, joining or before)
-        started_with = stack.model_dump(mode="json")
+        made_with: Any = {"settings": stack.model_dump(mode="json"), "config": config}
         if num_cpus:
             ray = stack.ray.model_copy(update={"cpus": num_cpus})
             stack = stack.model_copy(update={"ray": ray})
-        works = kept = before if _serves(before, external) else StackState()
+        works = kept = now = before if _serves(before, external) else StackState()
         try:
             if kept.daemons:
-                now = kept
                 has_ray = now.ray or now.joined or "ray_address" in external
                 if has_ray and (not worker or (now.worker and now.worker.lives)):
                     _await_server(now, timeout_s)
@@ -135,12 +130,10 @@ def up(
             else:
                 _stop(before)
                 now = joining or (before if before.daemons else read_last_addresses(settings.home))
-                now = replace(now, server=None, ray=None, worker=None, ray_folder="")
-                now = replace(now, settings=started_with, config=config)
+                now = replace(now, server=None, ray=None, worker=None, ray_folder="", **made_with)
                 now = _start_server_and_ray(settings, stack, now, external)
             _await_server(now, timeout_s)
-            if not now.joined:
-                _deploy(settings, stack, now, timeout_s)
+            _deploy(settings, stack, now, timeout_s)
             require_refusals(stack, replace(now, ray_auth=None))
             works = replace(now, ray=None, ray_folder="", worker=None)
             now, works = _await_ray(now, timeout_s), kept  # a Ray that admits all ends everything
@@ -152,10 +145,7 @@ def up(
             write_invitation(settings, now)
         except BaseException as error:
             if isinstance(error, StackError) and works is not kept and works.daemons:
-                kept = before = works
-                names = " and ".join(part for part in ("server", "ray") if getattr(works, part))
-                error.hint = f"what works runs on ({names}); trinity-sync up starts the rest"
-                _yield_to_trainings(works, stack)
+                kept = before = _keep_working(works, stack, error)
             _stop(read_state(settings.home) or StackState(), keep=kept)
             write_state(settings.home, before)
             raise
@@ -167,6 +157,14 @@ def _yield_to_trainings(state: StackState, stack: StackSettings) -> None:
     """Lower the priority of services that work: on a busy node a start would take minutes."""
     for each in state.daemons:
         daemon.lower_priority(each, stack.worker.nice)
+
+
+def _keep_working(works: StackState, stack: StackSettings, error: StackError) -> StackState:
+    """Let the services that work run on after a failed start, whose error then names them."""
+    names = " and ".join(part for part in ("server", "ray") if getattr(works, part))
+    error.hint = f"what works runs on ({names}); trinity-sync up starts the rest"
+    _yield_to_trainings(works, stack)
+    return works
 
 
 def keep_up(settings: Settings, state: StackState, **arguments: Any) -> None:
@@ -190,6 +188,14 @@ def _serves(state: StackState, external: Mapping[str, Any]) -> bool:
     """Return whether the stack's server and Ray node run, and external ones are those of now."""
     lives = all(part.lives for part in (state.server, state.ray) if part)
     return lives and all(getattr(state, name) == address for name, address in external.items())
+
+
+def _require_no_stack(settings: Settings, before: StackState) -> None:
+    if before.daemons:
+        raise StackError(
+            f"home {settings.home} has a stack already. Run trinity-sync down first, or set "
+            "TRINITY_SYNC_HOME to another folder of this machine"
+        )
 
 
 def _with_own_address(stack: StackSettings) -> StackSettings:
@@ -356,11 +362,13 @@ def _await_ray(state: StackState, timeout_s: float) -> StackState:
 
 
 def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout_s: float) -> None:
-    """Apply the deployments in a separate process.
+    """Apply the deployments in a separate process; a stack that was joined has them.
 
     The caller may be a user's script with other packages ``flows`` and ``tasks``, and must not
     import Ray before it has the token of the stack's cluster.
     """
+    if state.joined:
+        return
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
     env = services.build_environment(settings, stack, state)
     try:
