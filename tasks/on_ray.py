@@ -31,11 +31,7 @@ def _get_remote_call() -> Any:
 
 
 async def run_on_node(
-    node: str | None,
-    root: str | None,
-    function: Callable[P, T],
-    *args: P.args,
-    **kwargs: P.kwargs,
+    node: str | None, root: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run a function in a Ray process of a node, and return its result.
 

@@ -31,13 +31,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from trinity_sync import (
-    CheckpointCoordinator,
-    Checkpoints,
-    SaveFailedError,
-    Settings,
-    WeightReader,
-)
+from trinity_sync import CheckpointCoordinator, Checkpoints, SaveFailedError, Settings, WeightReader
 from trinity_sync.weights.broadcast import receive_weights, send_weights
 from trinity_sync.weights.weight_group import WeightGroupHost, join_weight_group
 

@@ -127,12 +127,7 @@ class Checkpoints:
             )
 
     def load_into(
-        self,
-        step: int,
-        target: Target,
-        *,
-        role: str = "actor",
-        dtype: torch.dtype | None = None,
+        self, step: int, target: Target, *, role: str = "actor", dtype: torch.dtype | None = None
     ) -> None:
         """Copy the weights of a committed step into a module, whatever number of ranks saved them.
 

@@ -153,12 +153,7 @@ def is_trusted(fd: int) -> bool:
 
 
 def replace_file(
-    path: Path,
-    content: str | bytes,
-    *,
-    mode: int = 0o666,
-    sync: bool = True,
-    own_name: bool = True,
+    path: Path, content: str | bytes, *, mode: int = 0o666, sync: bool = True, own_name: bool = True
 ) -> None:
     """Write a file so that a reader finds the old content or the new content, never a part.
 

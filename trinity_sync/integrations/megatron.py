@@ -39,10 +39,7 @@ from trinity_sync.layout import check_name
 from trinity_sync.snapshot.image import LaidOut
 
 with from_extra("megatron"):
-    from megatron.core.dist_checkpointing.core import (
-        CONFIG_FNAME,
-        CheckpointingConfig,
-    )
+    from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.exchange_utils import (
         ShardDistribution,

@@ -140,9 +140,7 @@ class TrinitySyncCheckpointManager(CheckpointManager):
     target=BaseCheckpointManager.Config,
     description="saves are staged in shared memory and commit in flow runs",
 )
-def use_trinity_sync(
-    config: BaseCheckpointManager.Config,
-) -> TrinitySyncCheckpointManager.Config:
+def use_trinity_sync(config: BaseCheckpointManager.Config) -> TrinitySyncCheckpointManager.Config:
     """Replace TorchTitan's own checkpoint manager in a configuration; its settings remain.
 
     ::

@@ -51,11 +51,7 @@ class SaveFailure:
         return self.outcome == "failed" and any(self.remaining.values())
 
 
-def describe_commit(
-    request: SaveRequest,
-    manifest: Manifest,
-    written: Sequence[Written],
-) -> str:
+def describe_commit(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> str:
     """Return the page of a committed save, as markdown; ``written`` are the files of all nodes."""
     timing = manifest.timings[0]
     rows = {

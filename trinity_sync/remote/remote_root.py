@@ -31,12 +31,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from trinity_sync.errors import (
-    ConfigError,
-    ManifestError,
-    RemoteError,
-    TrinitySyncError,
-)
+from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError
 from trinity_sync.fs.atomic import link_or_copy, make_folder, replace_file, sync_file, sync_folder
 from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.locks import create_file

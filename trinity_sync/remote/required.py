@@ -16,12 +16,7 @@ step that both upload at the same time; a resume then uses the step before (`fet
 import logging
 from pathlib import Path
 
-from trinity_sync.errors import (
-    CorruptedCopyError,
-    RemoteError,
-    SupersededError,
-    TrinitySyncError,
-)
+from trinity_sync.errors import CorruptedCopyError, RemoteError, SupersededError, TrinitySyncError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote

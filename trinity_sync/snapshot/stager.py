@@ -292,14 +292,7 @@ class Stager:
                 ticket_path(slot.path).unlink(missing_ok=True)
             raise
 
-    def holds(
-        self,
-        origin: Origin,
-        component: str,
-        state: Any,
-        *,
-        on_device: bool = False,
-    ) -> bool:
+    def holds(self, origin: Origin, component: str, state: Any, *, on_device: bool = False) -> bool:
         """Return whether this process still has the image of a component at this step, unchanged.
 
         Of tensors on a GPU a sample is compared, which an optimizer's step changes; with

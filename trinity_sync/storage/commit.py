@@ -24,13 +24,7 @@ from trinity_sync.errors import (
     SupersededError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import (
-    make_folder,
-    pin_folder,
-    remove_tree,
-    replace_file,
-    sync_folder,
-)
+from trinity_sync.fs.atomic import make_folder, pin_folder, remove_tree, replace_file, sync_folder
 from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.layout import (
     FOLDERS,
@@ -73,12 +67,7 @@ from trinity_sync.storage.replace import (
     sync_folders,
 )
 from trinity_sync.storage.runs import refuse_other_job, refuse_superseded
-from trinity_sync.storage.save import (
-    Written,
-    mark_image_failed,
-    measure_save,
-    remove_files,
-)
+from trinity_sync.storage.save import Written, mark_image_failed, measure_save, remove_files
 from trinity_sync.storage.save_functions import CallableStatus, list_callable_files, remove_statuses
 from trinity_sync.storage.save_timing import append_save
 

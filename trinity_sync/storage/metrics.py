@@ -131,12 +131,7 @@ def find_run_of_step(root: str | Path, step: int) -> int:
 
 
 def write_metrics(
-    root: str | Path,
-    run: int,
-    step: int,
-    metrics: Mapping[str, float],
-    *,
-    limit_s: float = WRITE_S,
+    root: str | Path, run: int, step: int, metrics: Mapping[str, float], *, limit_s: float = WRITE_S
 ) -> None:
     """Add to the metrics that a run recorded for a step.
 

@@ -87,14 +87,7 @@ def pin_ahead(root: str | Path, step: int, reason: str) -> None:
         _write_pin(_pin_file(root, step), _PinRecord(step, reason, time.time()))
 
 
-def tag(
-    root: str | Path,
-    step: int,
-    name: str,
-    reason: str = "",
-    *,
-    force: bool = False,
-) -> Pin:
+def tag(root: str | Path, step: int, name: str, reason: str = "", *, force: bool = False) -> Pin:
     """Give a committed step a name, which keeps the step as a pin does.
 
     The name has letters, digits, ``_`` and ``-``, and not digits alone. ``force`` moves the tag

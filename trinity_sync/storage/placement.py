@@ -80,11 +80,7 @@ def group_by_node(where: Sequence[tuple[str, str]]) -> tuple[NodeRanks, ...]:
 
 
 def write_placement(
-    root: str | Path,
-    run: int,
-    run_key: str,
-    role: str,
-    places: Sequence[NodeRanks],
+    root: str | Path, run: int, run_key: str, role: str, places: Sequence[NodeRanks]
 ) -> None:
     """Write the placement of a role for a run; if it is unchanged, only read it.
 

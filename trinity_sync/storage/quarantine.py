@@ -45,12 +45,7 @@ from trinity_sync.fs.atomic import (
     walk_files,
 )
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.layout import (
-    KINDS,
-    PRIVATE_FOLDER,
-    step_folder,
-    steps_on_disk,
-)
+from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import (
@@ -174,11 +169,7 @@ def list_newer_steps(root: str | Path, step: int) -> list[int]:
 
 
 def rewind(
-    root: str | Path,
-    step: int,
-    *,
-    force: bool = False,
-    clock: Callable[[], float] = time.time,
+    root: str | Path, step: int, *, force: bool = False, clock: Callable[[], float] = time.time
 ) -> RewindResult:
     """Make ``step`` the newest step; wait for a commit in flight.
 

@@ -16,12 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
-from trinity_sync.errors import (
-    LockTimeoutError,
-    ManifestError,
-    SaveError,
-    SupersededError,
-)
+from trinity_sync.errors import LockTimeoutError, ManifestError, SaveError, SupersededError
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     UNWRITABLE,

@@ -17,15 +17,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -412,9 +404,7 @@ def _require(path: Path, is_valid: bool, found: str, recorded: str) -> None:
 
 
 def require_digests(
-    folder: Path,
-    records: Iterable[FileRecord],
-    on_read: Callable[[int], object] = no_progress,
+    folder: Path, records: Iterable[FileRecord], on_read: Callable[[int], object] = no_progress
 ) -> None:
     """Read the files of a step's folder, and require that they have the digests of their records.
 

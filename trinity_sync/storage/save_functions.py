@@ -146,11 +146,7 @@ def _path(spool: JobSpool, status: CallableStatus) -> Path:
 
 
 def await_callable_saves(
-    spool: JobSpool,
-    save: SaveId,
-    *,
-    at_least: int = 0,
-    rank_timeout_s: float = 60.0,
+    spool: JobSpool, save: SaveId, *, at_least: int = 0, rank_timeout_s: float = 60.0
 ) -> list[CallableStatus]:
     """Wait until the callable saves of this node have ended; return their statuses, files synced.
 

@@ -99,11 +99,7 @@ def _align(size: int) -> int:
 
 
 def send_weights(
-    params: Iterable[Named],
-    group: WeightGroup,
-    *,
-    version: int,
-    bucket_bytes: int = BUCKET_BYTES,
+    params: Iterable[Named], group: WeightGroup, *, version: int, bucket_bytes: int = BUCKET_BYTES
 ) -> int:
     """Send every tensor once, and wait until all members have confirmed that they have them all.
 

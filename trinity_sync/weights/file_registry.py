@@ -82,9 +82,7 @@ class FileRegistry(Registry):
         is_settled = False
         while True:
             signature = await self._commits.wait_for_change(
-                seen,
-                SCAN_S if is_settled else TICK_S,
-                lambda: read_signature(self._spool.folder),
+                seen, SCAN_S if is_settled else TICK_S, lambda: read_signature(self._spool.folder)
             )
             try:
                 if found := await asyncio.to_thread(find, scan=is_settled and signature == seen):

@@ -27,12 +27,7 @@ from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.ray_cluster import find_synchronizer, in_ray_cluster
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
-from trinity_sync.weights.versions import (
-    ImageCopy,
-    Registry,
-    Version,
-    VersionUnavailableError,
-)
+from trinity_sync.weights.versions import ImageCopy, Registry, Version, VersionUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +91,7 @@ class WeightReader:
         self.version: Version | None = None
 
     async def wait_newer(
-        self,
-        than: int | Version | None = None,
-        timeout_s: float | None = None,
+        self, than: int | Version | None = None, timeout_s: float | None = None
     ) -> Version | None:
         """Wait for a version that can be read and is newer than the one read last.
 
@@ -167,10 +160,7 @@ class WeightReader:
             wanted = self._registry.latest()
 
     def iter_weights(
-        self,
-        version: Version | None = None,
-        *,
-        keep_float32: Collection[str] = (),
+        self, version: Version | None = None, *, keep_float32: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors of a version, one at a time.
 

@@ -219,11 +219,7 @@ class Synchronizer(TrinityMethods):
             )
 
     async def wait_newer(
-        self,
-        than: int | Version,
-        timeout_s: float | None = None,
-        *,
-        readable: bool = False,
+        self, than: int | Version, timeout_s: float | None = None, *, readable: bool = False
     ) -> Version | None:
         """Wait for a newer version.
 

@@ -102,11 +102,7 @@ class VLLMUpdater:
         return int(version) if version.isdecimal() else None
 
     def update(
-        self,
-        min_step: int | None = None,
-        *,
-        timeout_s: float = 60.0,
-        pause: Pause = "wait",
+        self, min_step: int | None = None, *, timeout_s: float = 60.0, pause: Pause = "wait"
     ) -> int:
         """Load the newest version, unless the engine serves it.
 

@@ -28,11 +28,7 @@ Tensors = Mapping[str, torch.Tensor]
 Array = np.ndarray[Any, np.dtype[Any]]
 """``uint8`` of one dimension."""
 
-ENCODING = {
-    "delta_encoding": "xor",
-    "compression_format": "zstd",
-    "checksum_format": "xxh3-128",
-}
+ENCODING = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 DELTA_FILE = "model-00000-of-00001.safetensors"
 
 
@@ -95,11 +91,7 @@ def write_delta(folder: Path, version: int, base: int, changes: Mapping[str, Cha
     with from_extra("hf"):
         from safetensors.numpy import save_file
     index = {
-        "metadata": {
-            "version": f"{version:06d}",
-            "base_version": f"{base:06d}",
-            **ENCODING,
-        },
+        "metadata": {"version": f"{version:06d}", "base_version": f"{base:06d}", **ENCODING},
         "weight_map": dict.fromkeys(changes, DELTA_FILE),
     }
     if changes:
