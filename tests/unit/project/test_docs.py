@@ -98,6 +98,20 @@ def test_the_packages_of_the_table_are_there() -> None:
         assert path_of(name if name.endswith("/") else f"{name}.py").is_dir() == name.endswith("/")
 
 
+def test_functions_fit_a_screen_and_classes_a_head() -> None:
+    long = set()
+    for node in (node for path in CODE for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            is_class = isinstance(node, ast.ClassDef)
+            lines = node.end_lineno - node.lineno + 1  # type: ignore[operator]
+            if not is_class and text is not None:
+                lines -= text.count("\n") + 1
+            if lines > (400 if is_class else 60):
+                long.add(node.name)
+    assert long <= {"CheckpointCoordinator"}  # half of which is the text of the API page
+
+
 def path_of(name: str) -> Path:
     """The file or folder that a document names, of the repository or of the package."""
     (path,) = (p for p in (REPOSITORY / name, REPOSITORY / "trinity_sync" / name) if p.exists())

@@ -26,7 +26,7 @@ from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use, list_tags
 from trinity_sync.storage.runs import Run, find_superseding_run
 from trinity_sync.storage.save_functions import list_requests
-from trinity_sync.storage.save_timing import read_saves
+from trinity_sync.storage.save_timing import LoggedSave, read_saves
 from trinity_sync.storage.write_progress import WriteProgress, measure_progress
 
 
@@ -110,6 +110,28 @@ _SHOWN: dict[SaveStatus, str] = {
 """What lists call a status; all others are committed."""
 
 
+def _make_row(
+    save: Save, facts: Facts, since: float, log: LoggedSave | None, run: FlowRun | None
+) -> SaveRow | None:
+    (status, why), told = decide(facts), facts.told
+    shown = _SHOWN.get(status, "committed")
+    if shown == "committed" and not (log or run):
+        return None  # its entry was dropped from the log
+    row = SaveRow(
+        save[1], save[0], save[2], shown, (told and told.at) or since or None,
+        url=(told and told.url) or None, reason=why or None,
+    )  # fmt: skip
+    if shown == "committed" and log:
+        row = replace(row, since=log.committed_at, seconds=log.timing.total_s)
+    if row.has_failed:
+        cause = "Superseded" if shown == "superseded" else _name_cause(run)
+        row = replace(row, cause=cause)
+    if run:
+        reason, took = why or run.state.message, run.seconds or row.seconds
+        row = replace(row, url=run.page, reason=reason, seconds=took, attempts=run.attempts)
+    return replace(row, flow_run=(run and str(run.id)) or (row.url and row.url.rpartition("/")[2]))
+
+
 def list_saves(
     settings: Settings, root: Path, *, step: int | None = None, runs: Sequence[FlowRun] = ()
 ) -> list[SaveRow]:
@@ -132,7 +154,7 @@ def list_saves(
             facts = Facts(told=journal.find(request.key), marked=marked)
             found[save] = request.attempt, since, facts
 
-    def make_row(save: Save, run: FlowRun | None = None) -> SaveRow | None:
+    def look_up(save: Save, run: FlowRun | None = None) -> SaveRow | None:
         log, (_, since, facts) = logged.get(save), found.get(save, (0, 0.0, Facts()))
         if run:
             since, facts = run.state.since, Facts(told=_tell(run, journal.find(run.key)))
@@ -147,25 +169,7 @@ def list_saves(
             is_gone=facts.marked is None,  # what has completed was committed
             is_superseded=find_superseding_run(known, *save[:2]) is not None,
         )
-        (status, why), told = decide(facts), facts.told
-        shown = _SHOWN.get(status, "committed")
-        if shown == "committed" and not (log or run):
-            return None  # its entry was dropped from the log
-        row = SaveRow(
-            save[1], save[0], save[2], shown, (told and told.at) or since or None,
-            url=(told and told.url) or None, reason=why or None,
-        )  # fmt: skip
-        if shown == "committed" and log:
-            row = replace(row, since=log.committed_at, seconds=log.timing.total_s)
-        if row.has_failed:
-            cause = "Superseded" if shown == "superseded" else _name_cause(run)
-            row = replace(row, cause=cause)
-        if run:
-            reason, took = why or run.state.message, run.seconds or row.seconds
-            row = replace(row, url=run.page, reason=reason, seconds=took, attempts=run.attempts)
-        return replace(
-            row, flow_run=(run and str(run.id)) or (row.url and row.url.rpartition("/")[2])
-        )
+        return _make_row(save, facts, since, log, run)
 
     spool = JobSpool(settings.spool / job_id(root))
     for image in spool.tickets()[0]:
@@ -180,9 +184,9 @@ def list_saves(
         save = entry.run, entry.step, entry.kind
         if found.get(save, (0,))[0] <= entry.attempt:
             found[save] = entry.attempt, entry.at, Facts(told=entry)
-    rows = [make_row(each.save, each) for each in runs]
+    rows = [look_up(each.save, each) for each in runs]
     asked = {each.save for each in runs}
-    rows += [make_row(save) for save in {**logged, **found} if save not in asked]
+    rows += [look_up(save) for save in {**logged, **found} if save not in asked]
     listed = [row for row in rows if row and step in (None, row.step)]
     return sorted(listed, key=lambda row: row.since or 0.0, reverse=True)
 
