@@ -13,7 +13,6 @@ from trinity_sync.cli.rows import (
     JobRow,
     MetricRow,
     PruneReport,
-    PushedStep,
     ReindexedJob,
     SettingRow,
     StepDetails,
@@ -25,6 +24,7 @@ from trinity_sync.cli.rows import (
 from trinity_sync.formats.dcp import DcpResult
 from trinity_sync.formats.hf_export import ExportResult
 from trinity_sync.orchestration.report.facts import JobReport, SaveRow, StepRow
+from trinity_sync.remote.upload import Replicated
 from trinity_sync.stack.doctor_job import Check
 from trinity_sync.stack.embedded import StackStatus
 from trinity_sync.storage.gc import Finding
@@ -89,7 +89,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "verify --load": ("loaded", LoadedCheckpoint | None),
     "verify --health": ("files", list[MeasuredFile]),
     "reconcile": ("findings", list[Finding]),
-    "remote push": ("push", PushedStep),
+    "remote push": ("push", Replicated),
     "remote pull": ("step", StepRow),
     "export hf": ("export", ExportResult),
     "export dcp": ("export", DcpResult),

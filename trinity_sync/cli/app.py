@@ -4,8 +4,7 @@ Commands import heavy packages (torch, Prefect, Ray) when they need them, so tha
 are instant. An error is ``error: ...`` on stderr, with a ``hint: ...`` where one is known, or a
 JSON object with ``-o json``.
 
-ROOT is the first argument and STEP the second one of all commands. With ``-C`` or
-``TRINITY_SYNC_ROOT``, which name the root, the commands take no ROOT.
+ROOT is the first argument and STEP the second one of all commands.
 """
 
 import itertools
@@ -41,15 +40,9 @@ DONE, NOT_DONE, USAGE, PROBLEM_FOUND, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 
 """Exit codes of all commands: done; could not be done; wrong usage or settings; done, and a problem
 was found; the Prefect server or the remote cannot be reached; Ctrl-C."""
 
-ROOT_VARIABLE = "TRINITY_SYNC_ROOT"
-"""Environment variable with the root of commands that name none."""
-
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 E = TypeVar("E", bound=TrinitySyncError)
-
-_given_root: str | None = None
-"""Value of ``-C`` or of its variable: a path or a URL."""
 
 
 def with_hint(error: E, hint: str) -> E:
@@ -97,13 +90,6 @@ class CommandGroup(typer.core.TyperGroup):
             sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
             return DONE
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options of all commands; the shell's completion also comes here."""
-        global _given_root
-        rest = super().parse_args(ctx, args)
-        _given_root = ctx.params.get("root") or None
-        return rest
-
     def _main_shell_completion(self, *args: Any, **options: Any) -> None:
         """Complete a word, and never print an error between the user's words."""
         try:
@@ -121,29 +107,11 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose first argument is ROOT, unless the options of all commands name it."""
+    """A command, whose help names no type of an option that takes no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters."""
         return _without_flag_types(super().get_params(ctx))
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the root of ``-C`` before the arguments.
-
-        Raises:
-            ConfigError: The first argument is a root as well.
-        """
-        if _given_root is not None and self.params and self.params[0].name == "root":
-            first = next((word for word in args if not word.startswith("-")), "")
-            if first and is_root(Path(first)) and not ctx.resilient_parsing:
-                raise with_hint(
-                    ConfigError(
-                        f"two roots are named: {first}, and {_given_root} by -C or {ROOT_VARIABLE}"
-                    ),
-                    "leave one of them out",
-                )
-            args = [_given_root, *args]
-        return super().parse_args(ctx, args)
 
 
 class StackCommand(Command):
@@ -210,8 +178,8 @@ app = App(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Checkpoints for RL post-training: run the stack, inspect and manage checkpoints.\n\n"
-    "ROOT is the folder of a job; with -C or TRINITY_SYNC_ROOT, commands take no ROOT. "
-    "A STEP is a number, a tag, latest, latest~1 for the one before, or healthy.\n\n"
+    "ROOT is the folder of a job. A STEP is a number, a tag, latest, latest~1 for the one before, "
+    "or healthy.\n\n"
     "Settings of the stack are in trinity_sync.toml (trinity-sync config show); TRINITY_SYNC_HOME "
     "is its folder, and PREFECT_API_URL names an external server.",
     epilog=examples(
@@ -233,18 +201,6 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def set_options(
-    root: Annotated[
-        str | None,
-        typer.Option(
-            "--root",
-            "-C",
-            envvar=ROOT_VARIABLE,
-            show_envvar=True,
-            metavar="ROOT",
-            autocompletion=complete_root,
-            help="Root of the job; commands then take no ROOT.",
-        ),
-    ] = None,
     color: Annotated[
         Color, typer.Option(help="Colours of status words; auto heeds NO_COLOR.")
     ] = "auto",
@@ -260,7 +216,7 @@ def set_options(
     ] = False,
 ) -> None:
     """Set the options of all commands."""
-    formats.color = color  # the group has read the root
+    formats.color = color
     if color == "never":
         os.environ["NO_COLOR"] = "1"  # for the help, which rich prints
 

@@ -87,6 +87,7 @@ def list_settings() -> list[SettingRow]:
         read_config_file,
         stack_variable,
     )
+    from trinity_sync.settings.values import to_text
 
     settings, stack = read_settings(), StackSettings()
     path, in_file = find_config_file(), read_config_file()
@@ -94,8 +95,8 @@ def list_settings() -> list[SettingRow]:
     rows = [
         SettingRow(
             variable,
-            _show(values[name]),
-            _show(defaults[name]),
+            to_text(values[name]),
+            to_text(defaults[name]),
             variable if os.environ.get(variable) else "default",
         )
         for name in type(settings).model_fields
@@ -108,7 +109,7 @@ def list_settings() -> list[SettingRow]:
             source = variable
         elif key in in_file.get(section, {}):
             source = str(path)
-        value, default = _show(values[section][key]), _show(defaults[section][key])
+        value, default = to_text(values[section][key]), to_text(defaults[section][key])
         rows.append(SettingRow(f"{section}.{key}", value, default, source))
     return rows
 

@@ -1,7 +1,6 @@
 """Commands for copies and other formats: remote push, remote pull, export, import."""
 
 import os
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,9 +17,7 @@ from trinity_sync.cli.app import (
     resolve_step_argument,
     with_hint,
 )
-from trinity_sync.cli.output import Output, print_object, print_table, progress_bar
-from trinity_sync.cli.retention import list_pruned
-from trinity_sync.cli.rows import PushedStep
+from trinity_sync.cli.output import Output, print_object, progress_bar
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes, format_duration, parse_size
@@ -47,46 +44,26 @@ CREDENTIALS = (
 
 
 @remote.command(
-    "remote push ckpts 40 s3://bucket/job",
-    "remote push ckpts latest file:///backup/job --keep-last 5",
-    note=CREDENTIALS,
+    "remote push ckpts 40 s3://bucket/job", "remote push ckpts latest", note=CREDENTIALS,
 )  # fmt: skip
 def push(
     root: Root,
     step: Step,
     url: Url = None,
-    keep_last: Annotated[
-        int, typer.Option(min=0, help="Number of steps to keep in the remote; 0 keeps all.")
-    ] = 0,
     output: Output = "table",
 ) -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
-    from trinity_sync.remote.prune import prune_remote
     from trinity_sync.remote.upload import replicate
-    from trinity_sync.retention.policies import parse_policy
-    from trinity_sync.retention.removal import Rules
 
     number = resolve_step_argument(root, step)
     url = url or _find_remote(root)
     with progress_bar("uploading") as on_progress:
         done = replicate(root, url, number, on_progress=on_progress)
-    rows = []
-    if keep_last:
-        last = parse_policy(f"last={keep_last}")
-        rules = Rules(last, last)
-        rows = list_pruned(prune_remote(root, url, rules, time.time(), just_copied=number))
-    row = PushedStep(**vars(done), remote=rows)
     text = (
         f"copied step {number} to {done.url}: uploaded {done.uploaded} files, "
         f"{format_bytes(done.nbytes)}, in {format_duration(done.seconds)}"
     )
-
-    def show() -> None:
-        typer.echo(text)
-        if rows:
-            print_table(rows, "step bytes status reason")
-
-    print_object("push", row, output, show)
+    print_object("push", done, output, text)
 
 
 @remote.command(

@@ -84,11 +84,11 @@ def _count(plan: "RemovalPlan") -> str:
 
 
 def _describe(plan: "RemovalPlan", *, dry_run: bool) -> PruneReport:
-    rows = list_pruned(plan, dry_run=dry_run)
+    rows = _list_pruned(plan, dry_run=dry_run)
     return PruneReport(dry_run, plan.nbytes, rows, list(plan.quarantine))
 
 
-def list_pruned(plan: "RemovalPlan", *, dry_run: bool = False) -> list[PrunedStep]:
+def _list_pruned(plan: "RemovalPlan", *, dry_run: bool) -> list[PrunedStep]:
     """Return what became of the steps of a plan, newest first, as rows."""
     removed = "would be removed" if dry_run else "removed"
     return [

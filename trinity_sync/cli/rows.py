@@ -119,23 +119,6 @@ class PruneReport:
 
 
 @dataclass(frozen=True)
-class PushedStep:
-    """A step that was copied to a remote."""
-
-    url: str
-    """URL of the job in the remote."""
-    step: int
-    run: int
-    uploaded: int
-    """Number of files that were uploaded; the others were there."""
-    nbytes: int
-    """Bytes of those files."""
-    seconds: float
-    remote: list[PrunedStep]
-    """With ``--keep-last``, all steps in the remote, newest first."""
-
-
-@dataclass(frozen=True)
 class MetricRow:
     """A metric of a step."""
 

@@ -1,7 +1,5 @@
 """Commands that show steps: ls, show."""
 
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -39,12 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_ROWS = 20
 """Default number of steps in a table; the other formats have all."""
-WATCH_S = 2.0
-"""Seconds between two tables of ``--watch``."""
 
 
 @app.command(
-    "ls ckpts", "ls ckpts --watch", "ls ckpts -o json", "ls ckpts | cut -f1 | head -1",
+    "ls ckpts", "ls ckpts -o json", "ls ckpts | cut -f1 | head -1",
     "ls s3://bucket/job", name="ls", panel="Look at a job",
     note="With a stack, saves of other nodes that are not committed yet are shown if its Prefect "
         "server answers within 2 seconds.",
@@ -58,28 +54,14 @@ def list_steps(
         ),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Show all steps.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Update the table until Ctrl-C.")
-    ] = False,
     output: Output = "table",
 ) -> None:
     """List the steps of a job with their status, and the saves in flight."""
+    from trinity_sync.layout import steps_on_disk
+
     if limit and show_all:
         raise with_hint(ConfigError("--limit and --all exclude each other"), "pass one of them")
     most = limit or (None if show_all or not is_text(output) else MAX_ROWS)
-    if watch and not is_text(output):
-        raise with_hint(ConfigError("--watch prints tables, not JSON"), "leave -o out")
-    while watch:
-        if sys.stdout.isatty():
-            typer.echo("\x1b[2J\x1b[H", nl=False)  # clear the screen, cursor to its start
-        _print_steps(root, most, output)
-        time.sleep(WATCH_S)
-    _print_steps(root, most, output)
-
-
-def _print_steps(root: str, most: int | None, output: Output) -> None:
-    from trinity_sync.layout import steps_on_disk
-
     if "://" in root:
         left_out, rows = _take_last(_list_remote(root), most)
     else:

@@ -433,7 +433,7 @@ class StackSettings(_ReadSettings):
 
 OTHER_VARIABLES = {
     CONFIG,
-    "TRINITY_SYNC_ROOT",  # of the job, for commands, veRL's checkpoint engine and DCP's callers
+    "TRINITY_SYNC_ROOT",  # of the job, for veRL's checkpoint engine and DCP's callers
     "TRINITY_SYNC_LOG",
     "TRINITY_SYNC_TRIED",  # of the command itself, see `cli.main`
 }

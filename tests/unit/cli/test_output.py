@@ -424,46 +424,15 @@ def test_latest_names_the_newest_checkpoint_and_those_before_it(
         assert run(home, "show", root, name).stdout.startswith(f"step {step} ")
 
 
-def test_an_option_or_a_variable_names_the_root_and_nothing_is_guessed(
-    root: Path, home: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
-    monkeypatch.chdir(root)
-    for words in (["ls"], ["show", 20], ["prune", "--yes"], ["jobs", "set", "keep=all"]):
-        refused = run(home, *words)
-        assert (refused.exit_code, refused.stderr.startswith("error: ")) == (2, True)
-    named = home | {"TRINITY_SYNC_ROOT": str(root)}
-    for options, variables in ((["-C", root], home), ([], named)):
-        assert run(variables, *options, "show", 20).stdout.startswith("step 20 ")
-        assert run(variables, *options, "verify", 20).stdout.startswith("20\t")
-        assert run(variables, *options, "unpin", "none").exit_code == 2
-        assert run(variables, *options, "jobs", "set", "keep=all").exit_code == 0
-    assert run(named, "-C", root / "none", "show", 20).exit_code == 2  # the option counts
-
-
-def test_a_root_that_is_named_twice_is_an_error_that_names_both(
-    root: Path, home: dict[str, str], elsewhere: Path
-) -> None:
-    commit_files(elsewhere / "other", 1)
-    named = home | {"TRINITY_SYNC_ROOT": str(root)}
-    for words in (["ls", "other"], ["show", "other", 1], ["verify", root], ["metrics", root, 20]):
-        refused = run(named, *words)
-        assert refused.exit_code == 2
-        for name in (words[1], root, "TRINITY_SYNC_ROOT"):
-            assert str(name) in refused.stderr.splitlines()[0]
-    assert run(named, "pin", 20, "--reason", "other").exit_code == 0
-
-
 def test_a_folder_of_a_step_is_no_root(
     root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for words in (["ls"], ["prune", "--yes"], ["show", 20]):
-        refused = run(home, "-C", root / "global_step_20", *words)
+        refused = run(home, words[0], root / "global_step_20", *words[1:])
         assert (refused.exit_code, f"pass the root: {root}\n" in refused.stderr) == (2, True)
     monkeypatch.chdir(root / "global_step_20")
-    assert run(home, "-C", "..", "show", 20).stdout.startswith("step 20 ")
-    kept = run(home, "-C", root, "prune", "--keep", "all", "--yes")
-    assert (kept.exit_code, f"freed in {root}\n" in kept.stderr) == (0, True)
+    assert run(home, "show", "..", 20).stdout.startswith("step 20 ")
+    assert run(home, "show", 20).exit_code == 2  # no root is guessed
 
 
 def complete(home: dict[str, str], *words: object) -> list[str]:
@@ -503,22 +472,11 @@ def test_the_shell_completes_outside_of_a_root(home: dict[str, str], elsewhere: 
     assert complete(home | {"TRINITY_SYNC_SLOTS": "9"}, "show", "ck") == ["ckpts"]
 
 
-def test_the_shell_completes_for_the_root_that_the_command_will_use(
-    root: Path, home: dict[str, str], elsewhere: Path
-) -> None:
-    commit_files(elsewhere / "other", 1)
-    assert complete(home, "show", "other", "") == ["latest", "1"]
-    steps = ["latest", "best", "30", "25", "20", "10", "5"]
-    assert complete(home, "-C", root, "show", "") == steps
-    assert complete(home | {"TRINITY_SYNC_ROOT": str(root)}, "show", "") == steps
-    assert complete(home, "-C", "ot") == ["other"]
-
-
 def test_the_root_may_be_a_url(home: dict[str, str], elsewhere: Path) -> None:
     commit_files(elsewhere / "store", 7)
-    done = run(home, "-C", f"file://{elsewhere}/store", "ls")
+    done = run(home, "ls", f"file://{elsewhere}/store")
     assert (done.exit_code, done.stdout.startswith("7\t")) == (0, True), done.stderr
-    refused = run(home, "-C", "s3://bucket/job", "prune", "--yes")
+    refused = run(home, "prune", "s3://bucket/job", "--yes")
     assert (refused.exit_code, "s3://bucket/job" in refused.stderr) == (2, True), refused.stderr
 
 

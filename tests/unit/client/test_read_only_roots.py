@@ -133,7 +133,9 @@ def test_commands_that_read_write_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the report is written there
     done = CliRunner().invoke(
-        app, ["-C", str(root), *arguments], env={"TRINITY_SYNC_HOME": str(tmp_path / "home")}
+        app,
+        [arguments[0], str(root), *arguments[1:]],
+        env={"TRINITY_SYNC_HOME": str(tmp_path / "home")},
     )
     assert done.exit_code == 0, done.output
 
@@ -147,7 +149,9 @@ def test_commands_that_write_say_what_to_do(
     root: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     done = CliRunner().invoke(
-        app, ["-C", str(root), *arguments], env={"TRINITY_SYNC_HOME": str(tmp_path / "home")}
+        app,
+        [arguments[0], str(root), *arguments[1:]],
+        env={"TRINITY_SYNC_HOME": str(tmp_path / "home")},
     )
     assert done.exit_code == 1, done.output
     assert f"error: {root}/.trinity_sync/" in done.stderr

@@ -12,14 +12,12 @@ import boto3
 import pytest
 import torch
 from fsspec.core import url_to_fs
-from typer.testing import CliRunner
 
 from tests.support.disk import flip_a_byte, noted_syncs
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.conftest import SECRET
-from trinity_sync.cli.commands import app
 from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
 from trinity_sync.layout import MANIFEST
@@ -380,21 +378,19 @@ def test_a_removed_copy_is_that_of_the_very_url_whatever_other_paths_it_matches(
     assert [each.state for each in Remote(f"{url}run1").list_steps()] == ["valid"]
 
 
-def test_a_push_that_keeps_the_last_copies_keeps_pinned_and_tagged_steps_and_says_why(
+def test_the_copies_of_pinned_and_tagged_steps_stay_with_the_reason(
     commit: Callable[..., Job], url: str
 ) -> None:
     for step in (1, 2, 3, 4):
         job = commit(step)
-        if step < 4:
-            replicate(job.root, url, step)
+        replicate(job.root, url, step)
     pin(job.root, 1, "the paper")
     tag(job.root, 2, "best")
-    command = ["remote", "push", str(job.root), "4", url, "--keep-last", "1", "--output", "json"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    last = parse_policy("last=1")
+    plan = prune_remote(job.root, url, Rules(last, last), 0)
     assert [step.step for step in Remote(url).list_steps()] == [1, 2, 4]
-    kept = {row["step"]: row["reason"] for row in json.loads(done.stdout)["push"]["remote"]}
-    assert (kept[1], kept[2], kept[3]) == ("pinned: the paper", "tagged best", None)
+    kept = {each.step: why for each, why in plan.steps}
+    assert (kept[1], kept[2], kept[3]) == ("pinned: the paper", "tagged best", "")
 
 
 def test_a_copy_that_is_pinned_after_the_plan_stays_and_all_do_without_a_valid_newest_copy(
