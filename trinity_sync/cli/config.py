@@ -87,7 +87,7 @@ def list_settings() -> list[SettingRow]:
         read_config_file,
         stack_variable,
     )
-    from trinity_sync.settings.values import to_text
+    from trinity_sync.settings.values import show_value
 
     settings, stack = read_settings(), StackSettings()
     path, in_file = find_config_file(), read_config_file()
@@ -95,8 +95,8 @@ def list_settings() -> list[SettingRow]:
     rows = [
         SettingRow(
             variable,
-            to_text(values[name]),
-            to_text(defaults[name]),
+            show_value(values[name]),
+            show_value(defaults[name]),
             variable if os.environ.get(variable) else "default",
         )
         for name in type(settings).model_fields
@@ -109,7 +109,7 @@ def list_settings() -> list[SettingRow]:
             source = variable
         elif key in in_file.get(section, {}):
             source = str(path)
-        value, default = to_text(values[section][key]), to_text(defaults[section][key])
+        value, default = show_value(values[section][key]), show_value(defaults[section][key])
         rows.append(SettingRow(f"{section}.{key}", value, default, source))
     return rows
 
@@ -150,9 +150,3 @@ def _to_toml(value: Any, dumped: Any = None) -> str:
 
 def _dump(settings: Any) -> Any:
     return settings.model_dump(mode="json")
-
-
-def _show(value: Any) -> str:
-    from trinity_sync.settings.values import show_value
-
-    return show_value(value)
