@@ -327,11 +327,12 @@ class Saver:
         lower_thread_priority(self._writing.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
+        # what follows a commit has no images
+        begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
         why = over.message if over and over.is_hidden else ""
         append(request, "pending", why, over=over)
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
-                begun = _begun_path(self._spool / request.job, request)
                 replace_file(begun, request.model_dump_json(), sync=False)
             driver.save()
             logger.info(
@@ -355,7 +356,7 @@ class Saver:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
             if not waits:
-                _begun_path(self._spool / request.job, request).unlink(missing_ok=True)
+                begun.unlink(missing_ok=True)
             with self._lock:
                 if failure and not waits:
                     self._failed.add(request.key)
@@ -381,11 +382,6 @@ class Saver:
 
     def _make_driver(self, request: SaveRequest) -> SaverDriver:
         return SaverDriver(request, self._writing, self._spool, self._node)
-
-
-def _begun_path(folder: Path, request: SaveRequest) -> Path:
-    """Return where it is written that a save is in work: what follows its commit has no images."""
-    return folder / f"{request.key_digest}{BEGUN}"
 
 
 def _is_of_stack(job: JobSpool, request: SaveRequest, within_s: float) -> bool:

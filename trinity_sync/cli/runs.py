@@ -1,5 +1,6 @@
 """Commands for saves, in flight and ended: runs, retry, wait."""
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, is_text, print_document, print_object, print_rows
 from trinity_sync.errors import (
     CommitError,
+    PrefectApiError,
     SaveError,
     SaveFailedError,
     SaveTimeoutError,
@@ -30,6 +32,7 @@ from trinity_sync.errors import (
 from trinity_sync.orchestration.report.facts import SaveRow
 
 if TYPE_CHECKING:
+    from trinity_sync.client.prefect_api import FlowRun
     from trinity_sync.layout import Kind
 
 MAX_ROWS = 20
@@ -38,6 +41,8 @@ LOOK_S = 0.25
 """Seconds between two looks at the root while waiting; an attribute of a folder is read."""
 ASK_S = 2.0
 """Seconds between two questions to the server while waiting."""
+QUICK_S = 2.0
+"""Seconds that a command waits for a server that it could do without."""
 CRASH_GRACE_S = 30.0
 """Seconds for which a worker may still retry a crashed flow run."""
 
@@ -57,8 +62,6 @@ def runs(
     output: Output = "table",
 ) -> None:
     """List the saves of a job: in flight, failed with the reason, superseded and committed."""
-    from trinity_sync.cli.saves import read_saves
-
     rows, unanswered = read_saves(require_existing(root))
     if failed:
         rows = [row for row in rows if row.status == "failed"]
@@ -84,7 +87,6 @@ def runs(
 )  # fmt: skip
 def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again, as Retry in the Prefect UI does."""
-    from trinity_sync.cli.saves import read_saves
     from trinity_sync.client.prefect_api import ask_server
 
     number = resolve_step_argument(root, step)
@@ -139,7 +141,6 @@ def wait(
     output: Output = "table",
 ) -> None:
     """Wait until a step is committed, or all saves in flight are."""
-    from trinity_sync.cli.saves import QUICK_S, read_saves
     from trinity_sync.client.prefect_connection import ANSWER_S
     from trinity_sync.orchestration.report.steps import read_step
 
@@ -166,6 +167,35 @@ def wait(
         typer.echo(f"no save of {root} is in flight", err=True)
 
 
+def read_saves(
+    root: Path,
+    *,
+    step: int | None = None,
+    answer_s: float | None = None,
+    needs_server: bool = False,
+) -> tuple[list[SaveRow], PrefectApiError | None]:
+    """Return the saves of a job, or of one of its steps, the newest first.
+
+    Also why its server does not answer as it should, if one is known or needed.
+    """
+    from trinity_sync.client.prefect_api import ask_server
+    from trinity_sync.client.prefect_connection import read_local_stack
+    from trinity_sync.orchestration.report.steps import list_saves
+    from trinity_sync.snapshot.job_identity import job_id
+
+    settings, unanswered = read_settings(), None
+    runs: list[FlowRun] = []
+    try:
+        is_named = os.environ.get("PREFECT_API_URL") or read_local_stack(settings.home)[0]
+        if needs_server or is_named:
+            runs = ask_server(
+                settings, lambda api: api.read_saves(job_id(root), step=step), answer_s=answer_s
+            )
+    except PrefectApiError as error:
+        unanswered = error
+    return list_saves(settings, root, step=step, runs=runs), unanswered
+
+
 def _await_step(
     root: Path,
     step: int,
@@ -185,7 +215,6 @@ def _await_step(
         SaveTimeoutError: It is not committed in time.
         CommitError: The step is corrupted, or was committed and removed.
     """
-    from trinity_sync.cli.saves import QUICK_S
     from trinity_sync.fs.atomic import revalidate_folder
     from trinity_sync.orchestration.quantities import describe_progress
     from trinity_sync.orchestration.report.collect import is_running
@@ -239,8 +268,6 @@ def _read_decisive_save(
 
     None if none is known.
     """
-    from trinity_sync.cli.saves import read_saves
-
     saves, _ = read_saves(root, step=step, answer_s=answer_s)
     if wanted:
         saves = [each for each in saves if (each.run, each.kind) in wanted]

@@ -139,12 +139,11 @@ def _take_last(steps: list[T], count: int | None) -> tuple[int, list[T]]:
 
 def _read_saves(root: Path) -> dict[int, SaveRow]:
     """Return the newest save of each step that is in flight or failed, as far as it is known."""
-    from trinity_sync.cli.saves import QUICK_S, read_saves
+    from trinity_sync.cli.runs import QUICK_S, read_saves
 
-    newest: dict[int, SaveRow] = {}
     saves, _ = read_saves(root, answer_s=QUICK_S)
-    for save in sorted(saves, key=lambda each: (each.run, each.since or 0.0)):
-        newest[save.step] = save
+    ordered = sorted(saves, key=lambda each: (each.run, each.since or 0.0))
+    newest = {save.step: save for save in ordered}
     shown = ("pending", "writing", "failed")
     return {step: save for step, save in newest.items() if save.status in shown}
 

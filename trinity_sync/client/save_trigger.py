@@ -16,12 +16,12 @@ from pathlib import Path
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.client.saver_control import SaverControl, Serving
-from trinity_sync.errors import PrefectApiError, SaveError, TicketError, TrinitySyncError
+from trinity_sync.errors import PrefectApiError, SaveError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import explain_away
-from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import is_on_several_nodes
@@ -212,17 +212,16 @@ class SaveTrigger:
         nodes, whose flow run fails at once for all ranks. A save that was begun is lost once
         nothing writes it.
         """
-        jobs: dict[str, tuple[list[SealedImage], list[TicketError]]] = {}
-        found = {}
+        found: dict[str, str] = {}
+        try:
+            spool = JobSpool(self._settings.spool / requests[0].job)
+            sealed, unreadable = spool.tickets()
+        except (OSError, TrinitySyncError):
+            return found
         for request in requests:
-            spool = JobSpool(self._settings.spool / request.job)
-            save = request.save
-            try:
-                if request.job not in jobs:
-                    jobs[request.job] = spool.tickets()
-                sealed, unreadable = jobs[request.job]
-                own = [image for image in sealed if save.owns(image.ticket)]
-                has_begun = request.key in begun
+            save, has_begun = request.save, request.key in begun
+            own = [image for image in sealed if save.owns(image.ticket)]
+            with suppress(OSError, TrinitySyncError):
                 if (failed := [image for image in own if image.failed]) and not has_begun:
                     found[request.key] = failure_path(failed[0].slot).read_text()
                     continue
@@ -244,17 +243,12 @@ class SaveTrigger:
                 within_s = self._settings.saver_after_s
                 if has_begun and is_being_written(save.root, save.step, within_s=within_s):
                     continue
-            except (OSError, TrinitySyncError):
-                continue
-            if not request.components:
                 found[request.key] = (
-                    f"its request in {spool.folder} was removed before the saver had begun it. "
-                    "Look for what removes it: trinity-sync doctor"
+                    f"its images in {spool.folder} were evicted for later steps before a flow run "
+                    f"or the saver had {'written' if has_begun else 'begun'} it. Save at longer "
+                    "intervals, or see: trinity-sync status"
+                    if request.components
+                    else f"its request in {spool.folder} was removed before the saver had begun "
+                    "it. Look for what removes it: trinity-sync doctor"
                 )
-                continue
-            found[request.key] = (
-                f"its images in {spool.folder} were evicted for later steps before a flow run or "
-                f"the saver had {'written' if has_begun else 'begun'} it. Save at longer "
-                "intervals, or see: trinity-sync status"
-            )
         return found

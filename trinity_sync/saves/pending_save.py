@@ -97,7 +97,9 @@ class PendingSave:
             resolve_late_image(self.request.save, image)
         if unresolved:
             return self._read_commit(None)  # the next look finds the result
-        is_gone = not late and not self._has_late_functions(spool) and self._is_gone()
+        # the statuses of functions that have run since the commit, which removes statuses
+        runs = read_statuses(spool, self.request.run, self.request.step, self.request.kind)
+        is_gone = not late and not any(runs) and self._is_gone()
         # read again: an image may just have joined the commit
         return replace(self._read_commit(entry), marked=_why_failed(late), is_gone=is_gone)
 
@@ -123,11 +125,6 @@ class PendingSave:
         missing = self.images - (self.manifest.images if self.manifest else frozenset())
         sealed = spool.read_step(self.request.run, self.request.step)[0] if missing else []
         return [each for each in sealed if each.ticket.image in missing]
-
-    def _has_late_functions(self, spool: JobSpool) -> bool:
-        """Return whether save functions have run since the commit, which removes their statuses."""
-        save = self.request.save
-        return any(read_statuses(spool, save.run, save.step, save.kind))
 
     def _read_manifest(self) -> Manifest | None:
         """Return what this run has committed of the step, with this rank's files at least.

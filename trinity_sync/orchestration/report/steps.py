@@ -115,21 +115,21 @@ def _make_row(
 ) -> SaveRow | None:
     (status, why), told = decide(facts), facts.told
     shown = _SHOWN.get(status, "committed")
+    done = log if shown == "committed" else None
     if shown == "committed" and not (log or run):
         return None  # its entry was dropped from the log
+    url = run.page if run else told.url if told else ""
     row = SaveRow(
-        save[1], save[0], save[2], shown, (told and told.at) or since or None,
-        url=(told and told.url) or None, reason=why or None,
+        save[1], save[0], save[2], shown,
+        since=done.committed_at if done else (told and told.at) or since or None,
+        seconds=(run and run.seconds) or (done.timing.total_s if done else None),
+        attempts=run.attempts if run else None,
+        flow_run=str(run.id) if run else url.rpartition("/")[2] or None,
+        url=url or None,
+        reason=why or (run and run.state.message) or None,
     )  # fmt: skip
-    if shown == "committed" and log:
-        row = replace(row, since=log.committed_at, seconds=log.timing.total_s)
-    if row.has_failed:
-        cause = "Superseded" if shown == "superseded" else _name_cause(run)
-        row = replace(row, cause=cause)
-    if run:
-        reason, took = why or run.state.message, run.seconds or row.seconds
-        row = replace(row, url=run.page, reason=reason, seconds=took, attempts=run.attempts)
-    return replace(row, flow_run=(run and str(run.id)) or (row.url and row.url.rpartition("/")[2]))
+    cause = "Superseded" if shown == "superseded" else _name_cause(run)
+    return replace(row, cause=cause) if row.has_failed else row
 
 
 def list_saves(
