@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ("torch.distributed", "trinity_sync.client.coordinator", "typer")
+PRELOADED = ("torch.distributed", "trinity_sync.client.coordinator", "trinity_sync.cli.commands")
 _servers: dict[tuple[str, ...], ForkServer] = {}
 
 
@@ -50,6 +50,7 @@ class Program:
         *arguments: object,
         env: Mapping[str, str] | None = None,
         talks: bool = False,
+        preloaded: Sequence[str] = PRELOADED,
     ) -> None:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             self._said = Path(file.name)
@@ -62,7 +63,7 @@ class Program:
                 for pipe, at, mode in zip(pipes, (1, 0, 0), "wrr", strict=True)
             )
         its = [pipe[at] for pipe, at in zip(pipes, (0, 1, 1), strict=False)]
-        with forking(*PRELOADED) as context:
+        with forking(*preloaded) as context:
             self._process = context.Process(
                 target=_run, args=(script, argv, given, self._said, its)
             )

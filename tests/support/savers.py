@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync import Settings
 from trinity_sync.fs.atomic import lengthen_pauses
@@ -22,6 +21,8 @@ import os, signal, sys
 import psutil, torch
 from trinity_sync import CheckpointCoordinator
 
+os.chdir(sys.argv[2])
+sys.path.insert(0, sys.argv[2])
 saves = CheckpointCoordinator(sys.argv[1])
 start = saves.latest_step() or 0
 if start:
@@ -84,19 +85,8 @@ def end_savers(spool: Path) -> None:
 
 def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:
     """Run a trainer that resumes, saves two steps and dies of SIGKILL; return what it prints."""
-    program = folder / "train.py"
-    program.write_text(TRAINER)
     variables = {**os.environ, **settings.to_variables(), "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(
-        [sys.executable, program, root, *arguments],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return done.stdout
+    return Program(TRAINER, root, folder, *arguments, env=variables).end(-signal.SIGKILL)
 
 
 def is_locked(path: Path) -> bool:
