@@ -7,14 +7,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 import trinity_sync
 from tests.integration.prefect_api import until
+from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.snapshot.job_identity import job_id
@@ -25,6 +24,8 @@ from trinity_sync.storage.manifest import read_manifest
 STATE = {"model": {"w": torch.arange(5000.0)}}
 TRAINER = """
 import os, sys, torch
+os.chdir(sys.argv[2])
+sys.path.insert(0, sys.argv[2])
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 
 saves = CheckpointCoordinator(sys.argv[1])
@@ -53,16 +54,9 @@ def other_release(folder: Path, constant: str, change: int) -> Path:
 
 def trains(release: Path, root: Path, *arguments: str, **variables: str) -> str:
     """What a trainer of a release that saves step 5 says of it."""
-    ran = subprocess.run(
-        [sys.executable, "-c", TRAINER, str(root), *arguments],
-        env={**os.environ, "PYTHONPATH": str(release), **variables},
-        cwd=release,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    env = {**os.environ, "PYTHONPATH": str(release), **variables}
+    torch_alone = ["torch.distributed.tensor"]
+    return Program(TRAINER, root, release, *arguments, env=env, preloaded=torch_alone).end()
 
 
 def images(spool: JobSpool) -> dict[str, bytes]:

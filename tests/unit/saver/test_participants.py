@@ -1,7 +1,5 @@
 """Processes beside the trainer save their state of the trainer's steps, and resume with it."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.disk import flip_a_byte, no_file_opens
+from tests.support.forked import Program
 from tests.support.savers import await_that
 from tests.unit.saver.conftest import Make
 from trinity_sync import Checkpoints, Participant, RolloutLedger, Settings
@@ -80,8 +79,7 @@ def queue(job: object, settings: Settings, tmp_path: Path) -> Iterator[Callable[
 
     yield start
     for each in started:
-        each.process.kill()
-        each.process.communicate()
+        each.process.clear()
 
 
 class Queue:
@@ -89,23 +87,14 @@ class Queue:
 
     def __init__(self, root: Path, settings: Settings, key: str, work: Path) -> None:
         given = (root, settings.spool, settings.home, key, work)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", QUEUE, *map(str, given)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path.cwd(),
-        )
+        self.process = Program(QUEUE, *given, talks=True)
         self.began = self.read()
 
     def read(self) -> str:
-        assert self.process.stdout
         return self.process.stdout.readline().strip()
 
     def say(self, word: str) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
+        print(word, file=self.process.stdin, flush=True)
 
 
 def join(trainer: CheckpointCoordinator, role: str = "controller", key: str = "run") -> Participant:

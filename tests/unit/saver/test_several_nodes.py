@@ -4,7 +4,8 @@ The nodes are spools of this machine, each with a saver of its own. There are th
 for the first other node need not hold for the next.
 """
 
-import subprocess
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.savers import await_that, end_savers, savers_of
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
@@ -138,11 +140,9 @@ def test_the_nodes_of_a_stack_that_is_away_do_so_as_well(
 def test_what_killed_ranks_have_saved_on_several_nodes_is_committed(
     nodes: list[Settings], job: Job
 ) -> None:
-    command = [sys.executable, "-c", TRAINER, str(job.root), *(str(each.spool) for each in nodes)]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRINITY_SYNC_SAVER", "auto")
-        environment.setenv("TRINITY_SYNC_HOME", str(nodes[0].home))
-        assert subprocess.run(command, check=False).returncode == -9
+    own = {"TRINITY_SYNC_SAVER": "auto", "TRINITY_SYNC_HOME": str(nodes[0].home)}
+    spools = [each.spool for each in nodes]
+    Program(TRAINER, job.root, *spools, env=os.environ | own).end(-signal.SIGKILL)
     await_that(lambda: read_latest_pointer(job.root, "checkpoint") == 1, "the step is committed")
     require_saved(job.root, 1)
     for each in nodes:

@@ -2,20 +2,18 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.dying import end_of
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
@@ -54,12 +52,8 @@ ZEROS = {"model": {"w": torch.zeros(3)}}
 class Rank:
     """A rank in a process of its own, which follows the save of step 4."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stdin
-        assert process.stdout
-        self.process = process
-        self.stdin: IO[str] = process.stdin
-        self.stdout: IO[str] = process.stdout
+    def __init__(self, process: Program) -> None:
+        self.process, self.stdin, self.stdout = process, process.stdin, process.stdout
 
     def begin_to_wait(self) -> None:
         print("wait", file=self.stdin, flush=True)
@@ -76,22 +70,12 @@ class Rank:
 @contextmanager
 def rank_of(job: Job, rank: int, images: list[str] | None = None) -> Iterator[Rank]:
     arguments = json.dumps([rank, str(job.root), str(job.spool.folder), images or []])
-    process = subprocess.Popen(
-        [sys.executable, "-c", RANK, arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-    )
-    made = Rank(process)
+    made = Rank(Program(RANK, arguments, talks=True))
     try:
         assert made.stdout.readline() == "follows\n"
         yield made
     finally:
-        made.stdin.close()
-        process.kill()
-        process.wait()
-        made.stdout.close()
+        made.process.clear()
 
 
 @pytest.fixture
@@ -219,7 +203,7 @@ def test_a_rank_whose_image_comes_after_the_commit_compares_it(job: Job, value: 
 def test_a_rank_that_outlives_rank_0_reads_why_a_save_failed(pair: Job) -> None:
     with rank_of(pair, 1) as other:
         with rank_of(pair, 0) as first:
-            first.process.send_signal(signal.SIGKILL)
+            first.process.kill()
             first.process.wait()
         tell(request_of(pair), "failed", "the disk is full")
         told = other.wait()
