@@ -25,7 +25,13 @@ from pydantic import ValidationError
 
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.save_trigger import SERVER, UNREQUESTED
-from trinity_sync.client.saver_control import lock_path, name_saver, read_served, wake_path
+from trinity_sync.client.saver_control import (
+    OF_WORKER,
+    lock_path,
+    name_saver,
+    read_served,
+    wake_path,
+)
 from trinity_sync.errors import (
     ConfigError,
     LockTimeoutError,
@@ -41,7 +47,7 @@ from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
-from trinity_sync.saves.pending_save import end_images, read_status
+from trinity_sync.saves.pending_save import compare_late_images, end_images, read_status
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder
@@ -112,7 +118,9 @@ class FlowRunRequests:
                 while found := self._find_next():
                     folder, request = found
                     try:
-                        runner.run(self.api.create_flow_run(request.flow_run))
+                        run = runner.run(self.api.create_flow_run(request.flow_run))
+                        if run.state.type == "COMPLETED":  # the images came too late for it
+                            compare_late_images(JobSpool(folder), request)
                     except RequestRefusedError as error:
                         self._refuse(request, str(error))
                     except Exception as error:  # whatever is wrong there, saves continue
@@ -263,9 +271,13 @@ class Saver:
                 self._saves[request.key] = save
 
     def _request(self, job: JobSpool, waiting: Collection[SaveRequest]) -> None:
-        """Request the flow runs of saves that wait, on the node of rank 0; of its server alone."""
+        """Request the flow runs of saves that wait, of its server alone.
+
+        The saver on the node of rank 0 does; a worker's also where that node may have none.
+        """
         first = {image.ticket.save.key for image in job.tickets()[0] if not image.ticket.rank}
-        wanted = [each for each in waiting if each.key in first or not each.components]
+        every = self._name.endswith(OF_WORKER)
+        wanted = [each for each in waiting if every or each.key in first or not each.components]
         with self._lock:
             wanted = [each for each in wanted if each.key not in self._failed]
         with suppress(OSError, PrefectApiError):  # the trainer will name another one

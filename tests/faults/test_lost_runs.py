@@ -46,6 +46,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
@@ -301,13 +302,14 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
                 job.stage(step, {"model": {"w": torch.ones(3)}})
             until(lambda: read_manifest(root, 3), "the commit of step 3")
             assert read_manifest(root, 2) is None
-            refusal = f"step 2 of {root}: the Prefect server at {stack.api_url} refuses"
-            assert worker_log(stack_settings).count(refusal) == 1
+            until(lambda: len(job.spool.tickets()[0]) == 1, "the slot of step 3 to be freed")
+            (refused,) = job.spool.tickets()[0]
+            why = failure_path(refused.slot).read_text()
+            assert f"the Prefect server at {stack.api_url} refuses" in why
         finally:
             client.update_deployment(
                 deployment.id, DeploymentUpdate(parameter_openapi_schema=known)
             )
-    until(lambda: read_manifest(root, 2), "the commit of step 2, once it is taken")
     for stager in job.stagers.values():
         stager.close()
 

@@ -31,7 +31,7 @@ from trinity_sync import (
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.layout import Kind, name_job, step_folder
 from trinity_sync.orchestration.quantities import format_duration, make_artifact_key
-from trinity_sync.orchestration.recovery.flow_runs import retry_crashed
+from trinity_sync.orchestration.recovery.flow_runs import recover_run
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
@@ -279,7 +279,7 @@ def test_a_clock_that_is_an_hour_ahead_holds_up_neither_a_save_nor_its_retry(
 
     async def retry(server: PrefectApi) -> None:  # nothing happens while the worker has its lock
         here = f"{stack_settings.node}/1/1"
-        await retry_crashed(server, run.id, here, spool=stack_settings.spool)
+        await recover_run(server, run.id, here, spool=stack_settings.spool)
 
     def ended_again() -> FlowRun | None:
         ask_server(stack_settings, retry)

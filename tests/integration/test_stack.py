@@ -115,9 +115,9 @@ def test_a_worker_leaves_the_saves_of_another_stack_in_its_spool_to_that(
     assert now
 
     async def recover() -> list[FlowRun]:
-        recovery = NodeRecovery(stack_settings.spool, "here/1/1", lambda _: True, lambda _: None)
+        recovery = NodeRecovery(stack_settings, "here/1/1", lambda _: True, lambda _: None)
         async with PrefectApi(stack_settings, now.api_url) as api:
-            await recovery.recover_images(api)
+            await recovery.serve_images(api)
             return await api.read_job_runs(job_id(root))
 
     theirs = SaveTrigger(stack_settings, "http://127.0.0.1:9/api")
@@ -127,8 +127,8 @@ def test_a_worker_leaves_the_saves_of_another_stack_in_its_spool_to_that(
         until(lambda: find_pending_saves(saves.spool), "the save to be orphaned")
         assert asyncio.run(recover()) == []
         SaveTrigger(stack_settings, now.api_url).begin(saves.spool.folder.name)
-        assert len(asyncio.run(recover())) == 1
         saves.wait_all(60)
+        assert len(asyncio.run(recover())) == 1
     finally:
         saves.close(0)
 

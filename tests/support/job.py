@@ -5,12 +5,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trinity_sync.errors import TrinitySyncError
+from trinity_sync.orchestration.recovery.flow_runs import look_at_jobs
+from trinity_sync.orchestration.root_threads import RootVisits
+from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.packed import pack, read_folder
@@ -23,6 +27,11 @@ from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, group_by_node, write_placement
 from trinity_sync.storage.runs import list_runs
 from trinity_sync.storage.save import Written
+
+
+def find_orphaned_saves(spool: Path, **how: Any) -> list[SaveRequest]:
+    """What `find_pending_saves` finds in a spool."""
+    return look_at_jobs(RootVisits("test"), spool, partial(find_pending_saves, **how))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.job import find_orphaned_saves
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import RootAwayError
 from trinity_sync.orchestration import on_node
@@ -21,7 +22,7 @@ from trinity_sync.orchestration.on_node import (
     prune_after_commit,
     replicate_step,
 )
-from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
+from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.order import PERSIST, Driver, Part, drive
 from trinity_sync.pipeline.save import (

@@ -9,12 +9,14 @@
                             for which it requests the flow run; and its name
 
 So a write tells at once whether a saver lives, and the saver notices when the last process that
-saves has ended, however it ended.
+saves has ended, however it ended. Where saves wait and their saver was killed with all trainers, a
+worker of the node starts one of its own.
 """
 
 import errno
 import hashlib
 import logging
+import math
 import os
 import select
 import signal
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 LOG = "saver.log"
 SERVED = "saver"
 Serving = float | Literal["alone"]
+OF_WORKER = "-worker"
+"""End of the name of a saver that a worker starts."""
 CONNECT_S = 5.0
 """Seconds for which a process waits for the pipe of a saver that it has started."""
 STARTS = 2
@@ -60,13 +64,17 @@ class SaverControl:
         spool: the node's spool, with one folder per job.
         home: folder of the saver's log; the spool, if it cannot be written.
         api_url: as of `PrefectApi`.
+        name: that of the saver, if it is not `name_saver` of this process.
     """
 
-    def __init__(self, spool: Path, home: Path, api_url: str | None = None) -> None:
+    def __init__(
+        self, spool: Path, home: Path, api_url: str | None = None, *, name: str = ""
+    ) -> None:
         self._spool = spool
         self._home = home
         self._api_url = api_url
-        self._name = name_saver(api_url)
+        self._given_name = name
+        self._name = name or name_saver(api_url)
         self._log = home / LOG
         self._pipe = -1
         self._started: subprocess.Popen[bytes] | None = None
@@ -84,7 +92,8 @@ class SaverControl:
         """
         path = self._spool / job / SERVED
         with self._lock:
-            if (name := name_saver(self._api_url)) != self._name:  # another server was named since
+            name = self._given_name or name_saver(self._api_url)
+            if name != self._name:  # another server was named since
                 self.close()
                 self._name, self._started = name, None
         with suppress(OSError):  # it has no images, or shared memory is full: nothing is staged
@@ -253,16 +262,20 @@ def read_served(folder: Path, name: str) -> Serving | None:
     None means for ever: a stack or another saver serves the job. ``folder`` is the job's in the
     spool.
     """
+    how, of = find_saver(folder)
+    return how if of == name else None
+
+
+def find_saver(folder: Path) -> tuple[Serving, str]:
+    """Return how a job is served, as `read_served`, and by which saver; empty for none."""
     try:
-        how, _, of = (folder / SERVED).read_text().partition(" ")
-        if of != name:
-            return None
-        return "alone" if how == "alone" else float(how)
+        how, _, name = (folder / SERVED).read_text().partition(" ")
+        return "alone" if how == "alone" else float(how), name
     except FileNotFoundError:
-        return None
+        pass
     except (OSError, ValueError) as error:  # those of other jobs are committed
         warn_once(
             f"{folder / SERVED} cannot be read ({error}), so images in its folder are not saved "
-            "until the job's next save writes it again"
+            "until the job's next save, or a worker, writes it again"
         )
-        return None
+    return math.inf, ""

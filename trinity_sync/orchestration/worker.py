@@ -2,8 +2,9 @@
 
 A process worker needs seconds per run to import Prefect and to join Ray; this worker has done both.
 It wakes on the event that a run of its pool was scheduled, and polls in case it missed one. At
-every poll it also recovers the orphaned images and zombie runs of its node (`recovery.node`). It
-cancels runs that are cancelled in Prefect, and waits for a server that is away without a limit.
+every poll it also recovers the zombie runs of its node, and starts a saver where images wait and
+none lives (`recovery.node`). It cancels runs that are cancelled in Prefect, and waits for a server
+that is away without a limit.
 
 Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-sync``.
 """
@@ -121,7 +122,7 @@ class TrinitySyncWorker(
         self._infrastructure = f"{self._trinity.node}/{read_process_identity(os.getpid())}"
         self._api = PrefectApi(self._trinity)
         self._recovery = NodeRecovery(
-            self._trinity.spool, self._infrastructure, self.is_active, self._cancel
+            self._trinity, self._infrastructure, self.is_active, self._cancel
         )
 
     # ------------------------------------------------------------ running a flow
@@ -333,16 +334,12 @@ class TrinitySyncWorker(
         found = get_current_settings().to_environment_variables(exclude_unset=True)
         # `PrefectApi` reads no profile
         os.environ |= {name: each for name, each in found.items() if name.startswith(API_SETTINGS)}
-        polled: list[Callable[[], Any]] = [
-            self.set_clock,
-            lambda: self._recovery.recover_flow_runs(self._api, self.pool_name),
-            lambda: self._recovery.recover_images(self._api),
-        ]
-        self.start_service(partial(self._serve, self._listen))
         touch = partial(run_in_thread, touch_files, self._trinity.home)
-        self.start_service(partial(self._serve, partial(self._poll, touch, TOUCH_S)))
-        for work in polled:
-            self.start_service(partial(self._serve, partial(self._poll, work)))
+        recover = partial(self._recovery.recover_flow_runs, self._api, self.pool_name)
+        polls = [(touch, TOUCH_S), (self.set_clock, POLL_S), (recover, POLL_S)]
+        polls += [(partial(self._recovery.serve_images, self._api), POLL_S)]
+        for service in [self._listen, *(partial(self._poll, *poll) for poll in polls)]:
+            self.start_service(partial(self._serve, service))
 
     async def teardown(self, *exc_info: Any) -> None:
         """Close the connections."""
@@ -407,7 +404,7 @@ class TrinitySyncWorker(
                 else:
                     self._cancel(UUID(event.resource.id.rpartition(".")[2]))
 
-    async def _poll(self, work: Callable[[], Any], pause_s: float = POLL_S) -> None:
+    async def _poll(self, work: Callable[[], Any], pause_s: float) -> None:
         while True:
             await work()
             await anyio.sleep(pause_s)

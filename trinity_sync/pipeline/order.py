@@ -66,7 +66,7 @@ class Driver:
         """Report a commit before what follows; the saver reports when all has ended."""
 
     async def _compare_late_images(self) -> None:
-        """Compare images that were submitted after the commit; a worker does when it finds them."""
+        """Compare images that were submitted after the commit, unless a saver does."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,7 @@ class PendingSave:
         """Return why the save failed, empty for one that succeeded; None if it has not ended.
 
         ``entry`` is what the journal tells. Images that wait although the save has completed are
-        compared with the commit. A worker of this node does the same, but a node need not have a
-        worker.
+        compared with the commit. A saver that asks for its flow run does the same.
 
         Raises:
             OSError, TrinitySyncError: the root or the spool cannot be read.

@@ -1,12 +1,10 @@
 """A job whose file system hangs holds up no other job."""
 
 import asyncio
-import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from uuid import UUID, uuid4
 
 import pytest
 import torch
@@ -16,21 +14,23 @@ from sqlalchemy import select
 from flows.save import FlowDriver
 from tests.support.answers import server
 from tests.support.hanging import hanging
-from tests.support.job import Job
+from tests.support.job import Job, find_orphaned_saves
 from tests.support.meanwhile import hanging_when_opened
+from tests.support.savers import end_savers
 from trinity_sync.catalog.database import Job as JobRow
 from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import mirror
 from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.client.saver_control import SERVED
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.orchestration import job_registry, metrics, step_events
 from trinity_sync.orchestration import on_node as retention
 from trinity_sync.orchestration.job_registry import list_known_roots, register_job
 from trinity_sync.orchestration.metrics import RootObserver
 from trinity_sync.orchestration.quantities import make_artifact_key
-from trinity_sync.orchestration.recovery import flow_runs, node
+from trinity_sync.orchestration.recovery import flow_runs
 from trinity_sync.orchestration.recovery import reconcile as recovery
-from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves, try_allow_eviction
+from trinity_sync.orchestration.recovery.flow_runs import try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (flow_runs, node, job_registry, metrics):
+    for module in (flow_runs, job_registry, metrics):
         monkeypatch.setattr(module, "ANSWER_S", 0.5)
 
 
@@ -171,48 +171,34 @@ def test_orphaned_saves_of_other_jobs_are_found(job: Job, other: Job) -> None:
     assert [request.root for request in found] == [str(other.root)]
 
 
-def test_orphaned_saves_of_other_jobs_are_requested_at_every_poll(job: Job, other: Job) -> None:
-    deployment, run = str(uuid4()), str(uuid4())
-    answers = {
-        "/deployments/name": (
-            200,
-            json.dumps({"id": deployment, "name": "save-step", "flow_id": str(uuid4())}),
-        ),
-        f"/deployments/{deployment}/create_flow_run": (
-            201,
-            json.dumps({"id": run, "name": "a run", "flow_id": str(uuid4())}),
-        ),
-        "/admin/version": (200, '"3.8.8"'),
-    }
+def test_orphaned_saves_of_other_jobs_are_served_at_every_poll(
+    job: Job, other: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = Settings(spool=job.spool.folder.parent, home=tmp_path)
+    recovery = NodeRecovery(settings, "here/1/1", lambda _: False, lambda _: None)
     asked: list[tuple[str, str]] = []
 
-    def requested() -> list[tuple[str, int]]:
-        bodies = [json.loads(body) for path, body in asked if path.endswith("create_flow_run")]
-        found = [body["parameters"]["request"] for body in bodies]
-        return [(Path(each["root"]).name, each["step"]) for each in found]
-
-    async def poll() -> None:
-        recovery = NodeRecovery(job.spool.folder.parent, "here/1/1", lambda _: False, cancel)
-        async with PrefectApi(Settings(), url) as api:
-            for step in (2, 3):
-                other.stage(step, MODEL)
-                while ("other", step) not in requested():
-                    await recovery.recover_images(api)
-                    await asyncio.sleep(0.1)
-            assert {name for name, _ in requested()} == {"other"}
-            await asyncio.to_thread(file_system.__exit__, None, None, None)
-            while ("ckpts", 2) not in requested():
-                await recovery.recover_images(api)
+    async def poll(until: Callable[[], bool]) -> None:
+        async with PrefectApi(settings) as api:
+            while not until():
+                await recovery.serve_images(api)
                 await asyncio.sleep(0.1)
 
-    def cancel(_: UUID) -> None:
-        raise AssertionError
+    def has_asked(step: int) -> bool:
+        return any(f'"step:{step}"' in body for path, body in asked if path.endswith("runs/filter"))
 
     job.stage(2, MODEL)
-    file_system = hanging(job.root)
-    with server(answers, asked=asked) as url:
-        file_system.__enter__()
-        asyncio.run(poll())
+    with server({"/flow_runs/filter": (200, "[]")}, asked=asked) as url:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with hanging(job.root):
+            for step in (3, 4):
+                other.stage(step, MODEL)
+                asyncio.run(poll(lambda: has_asked(step)))  # noqa: B023
+            assert (other.spool.folder / SERVED).exists()
+            assert not (job.spool.folder / SERVED).exists()
+        asyncio.run(poll(lambda: has_asked(2)))
+        assert (job.spool.folder / SERVED).exists()
+    end_savers(settings.spool)
 
 
 def test_many_saves_of_jobs_that_hang_use_up_no_threads_of_others(job: Job, other: Job) -> None:

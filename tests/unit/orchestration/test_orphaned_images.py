@@ -1,23 +1,38 @@
 """What the worker does with images that no flow run will persist."""
 
+import asyncio
+import json
 import logging
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
 
-from tests.support.job import Job
+from tests.support.answers import serving
+from tests.support.job import Job, find_orphaned_saves
+from tests.support.savers import await_that, end_savers, savers_of
 from tests.unit.conftest import Open
+from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.client.save_trigger import SERVER
+from trinity_sync.client.saver_control import SERVED, lock_path
+from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.orchestration.on_node import persist_share
-from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
+from trinity_sync.orchestration.recovery import node
+from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
+from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.pending_save import compare_late_images
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import commit, free_committed_slots
@@ -248,3 +263,93 @@ def test_the_images_of_a_cancelled_save_may_be_evicted_and_are_not_asked_for_aga
     assert failure_path(cancelled.slot).read_text() == "cancelled by a person"
     assert find_orphaned_steps(job) == [6]
     allow_eviction(job.spool.folder.parent, {"another": "flow"}, "no save at all")
+
+
+@contextmanager
+def worker(
+    job: Job, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> Iterator[tuple[Callable[[], None], list[str]]]:
+    """What a worker does at each poll, and the requests that its server has answered."""
+    settings, created = Settings(spool=job.spool.folder.parent, home=tmp_path / "home"), []
+    recovery = NodeRecovery(settings, "here/1/1", lambda _: False, lambda _: None)
+
+    def answer(asked: BaseHTTPRequestHandler, body: str) -> tuple[int, str]:
+        if asked.path.endswith("/create_flow_run"):
+            created.append(json.loads(body)["idempotency_key"])
+        run = {"id": str(uuid4()), "name": "save-step", "flow_id": str(uuid4())}
+        return 200, "[]" if asked.path.endswith("/filter") else json.dumps(run)
+
+    async def poll() -> None:
+        async with PrefectApi(settings) as api:
+            await recovery.serve_images(api)
+
+    with serving(answer) as url:
+        patch.setenv("PREFECT_API_URL", f"{url}/api")
+        patch.setattr(node, "GRACE_S", -1.0)
+        yield lambda: asyncio.run(poll()), created
+    end_savers(settings.spool)
+
+
+def test_a_save_whose_saver_died_with_all_trainers_is_committed_by_one_of_the_worker(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = job.spool.folder / SERVED
+    served.write_text("alone 027-1-0123abcd")  # in mounts that are gone, and another server's
+    job.stage(5, {"model": {"w": torch.ones(10)}})
+    with worker(job, tmp_path, monkeypatch) as (poll, created):
+        with try_acquire_file_lock(lock_path(job.spool.folder.parent, "027-1-0123abcd")):
+            poll()
+            assert served.read_text() == "alone 027-1-0123abcd"  # it lives
+        poll()
+        await_that(lambda: not job.spool.tickets()[0], "its commit")
+        assert not created
+        (saver,) = savers_of(job.spool.folder.parent)
+        poll()
+        saver.wait(30)  # nothing waits
+    (record,) = require_committed(job.root, 5).files
+    assert (job.root / "global_step_5" / record.path).stat().st_mode & 0o027 == 0
+
+
+def test_a_saver_of_the_worker_requests_the_runs_of_ranks_of_other_nodes_and_stays_until_they_end(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.world_size = 2
+    job.stage(5, {"model": {"w": torch.ones(10)}}, rank=1)
+    with worker(job, tmp_path, monkeypatch) as (poll, created):
+        poll()
+        await_that(lambda: created == [job.request(5).key], "the request of its flow run")
+        (saver,) = savers_of(job.spool.folder.parent)
+        poll()
+        saver.kill()
+        saver.wait()
+        poll()
+        await_that(lambda: len(created) == 2, "the request of another one, once that is killed")
+
+
+def test_a_worker_that_cannot_start_a_saver_says_why(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(5, {"model": {"w": torch.ones(10)}})
+    monkeypatch.setattr(sys, "executable", "")
+    why = f"the saves in {job.spool.folder} wait, as this worker starts no saver: "
+    with worker(job, tmp_path, monkeypatch) as (poll, _):
+        poll()
+        assert f"{why}the saver cannot be started" in caplog.text
+        monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS", "/elsewhere")
+        poll()
+    assert f"{why}{job.root} is not below a folder that flows may use on this node" in caplog.text
+
+
+def test_the_images_of_another_stack_are_left_to_its_own_worker_for_some_minutes(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job.spool.folder / SERVER).write_text("http://another:4200")
+    job.stage(5, {"model": {"w": torch.ones(10)}})
+    with worker(job, tmp_path, monkeypatch) as (poll, _):
+        monkeypatch.setattr(sys, "executable", "")
+        poll()
+        assert not (job.spool.folder / SERVED).exists()
+        monkeypatch.setattr(node, "OTHERS_S", -1.0)  # they have passed
+        poll()
+        assert (job.spool.folder / SERVED).exists()
+        assert (job.spool.folder / SERVER).read_text().startswith("http://127.0.0.1:")

@@ -415,7 +415,7 @@ def test_images_that_no_run_saves_are_named_with_what_to_do(
     assert [(each.what, each.state) for each in found if each.what != "catalog"] == [
         ("save actor step 2", "left")
     ]
-    assert "wait for a worker" in found[0].why
+    assert "wait for a saver" in found[0].why
     assert "run: trinity-sync status" in found[0].why
 
 

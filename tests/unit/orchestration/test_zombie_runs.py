@@ -29,10 +29,9 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     ACQUIRED_BY,
     ATTEMPTS,
     WAITING,
-    recover_zombie,
-    retry_crashed,
+    recover_run,
 )
-from trinity_sync.orchestration.recovery.node import NodeRecovery, find_own_saves
+from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.saves.journal import Entry, Journal, SaveState, append
 from trinity_sync.saves.save_request import SaveRequest
@@ -105,7 +104,7 @@ def prefect(*states: tuple[str, str, str]) -> Iterator[list[dict[str, Any]]]:
 
 
 def begin(spool: Path) -> None:
-    ask_here(lambda api: retry_crashed(api, UUID(RUN), f"{NODE}/2/2", spool=spool))
+    ask_here(lambda api: recover_run(api, UUID(RUN), f"{NODE}/2/2", spool=spool))
 
 
 def ask_here(ask: Callable[[PrefectApi], Awaitable[None]]) -> None:
@@ -156,15 +155,21 @@ def test_a_worker_tells_the_processes_of_a_job_without_a_saver_that_its_root_is_
     watcher = CommitWatcher(SaveTrigger(settings), job.spool, rank=1)
     watcher.follow(job.request(1))
     away = job.root.rename(job.root.with_name("away"))
-    find_own_saves(job.spool, "")
+    recovery = NodeRecovery(settings, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    api = PrefectApi(settings, "http://127.0.0.1:9/api")
+
+    def look() -> None:
+        asyncio.run(recovery.serve_images(api))
+
+    look()
     assert not job.spool.away.exists()  # the saver tells what it sees
     (job.spool.folder / SERVED).unlink()
-    find_own_saves(job.spool, "")
+    look()
     with pytest.raises(SaveTimeoutError, match=f"{job.root} is not mounted here"):
         watcher.wait(time.monotonic())
     watcher.close()
     away.rename(job.root)
-    find_own_saves(job.spool, "")
+    look()
     assert not job.spool.away.exists()
 
 
@@ -173,14 +178,9 @@ def test_a_run_that_runs_here_is_not_ended_whichever_worker_took_it_before(
     spool_folder: Path, executed: bool
 ) -> None:
     """Its process has the lock before the server knows which worker took it."""
-
-    async def ask(api: PrefectApi) -> None:
-        run = await api.read_flow_run(UUID(RUN))
-        await recover_zombie(api, run, f"{NODE}/2/2", spool=spool_folder)
-
     under_way = ("PENDING", "Pending", DEAD), ("RUNNING", "Running", "")
     with prefect(*under_way) as states, at_work(spool_folder, RUN if executed else str(uuid4())):
-        ask_here(ask)
+        begin(spool_folder)
     assert [state["name"] for state in states] == ([] if executed else ["Crashed"])
 
 
@@ -229,6 +229,11 @@ def failed_run(request: SaveRequest, kind: str, name: str = "") -> Iterator[Pref
         yield PrefectApi(Settings(), f"{url}/api")
 
 
+def recover(spool: Path) -> NodeRecovery:
+    """What a worker recovers that executes no run."""
+    return NodeRecovery(Settings(spool=spool), f"{NODE}/2/2", lambda _: False, lambda _: None)
+
+
 def tell(recovery: NodeRecovery, api: PrefectApi, request: SaveRequest) -> Entry | None:
     """Have a worker poll; return what the journal tells then."""
 
@@ -247,7 +252,9 @@ def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
 ) -> None:
     request = SaveRequest(root=str(tmp_path), step=4, run=1)
     (tmp_path / ".trinity_sync").mkdir()
-    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    recovery = NodeRecovery(
+        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
+    )
     with failed_run(request, "CRASHED") as api:
         assert tell(recovery, api, request) is None  # a worker may retry it
         monkeypatch.setattr(node, "CRASH_GRACE_S", -1.0)
@@ -268,7 +275,9 @@ def test_a_failed_run_tells_nothing_of_a_save_that_the_saver_has_taken_over(
     begun = append(request, "pending", start=1)
     if is_taken_over:
         append(request, "pending", over=begun)
-    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    recovery = NodeRecovery(
+        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
+    )
     with failed_run(request, "FAILED") as api:
         entry = tell(recovery, api, request)
     assert entry
@@ -280,7 +289,9 @@ def test_a_run_that_waits_for_its_root_has_not_failed(
 ) -> None:
     request = SaveRequest(root=str(tmp_path), step=4, run=1)
     (tmp_path / ".trinity_sync").mkdir()
-    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    recovery = NodeRecovery(
+        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
+    )
     monkeypatch.setattr(node, "CRASH_GRACE_S", -1.0)
     with failed_run(request, "CRASHED", name="Waiting for its root") as api:
         assert tell(recovery, api, request) is None
@@ -294,7 +305,9 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
     (tmp_path / ".trinity_sync").mkdir()
     if known != "nothing":
         append(request, known, "by its worker", start=1)
-    recovery = NodeRecovery(spool_folder, f"{NODE}/2/2", lambda _: False, lambda _: None)
+    recovery = NodeRecovery(
+        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
+    )
     with failed_run(request, "CANCELLED") as api:
         for _ in range(2):
             entry = tell(recovery, api, request)

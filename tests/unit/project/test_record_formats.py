@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.models.test_records import NAMES, Kind, records  # noqa: F401 (a fixture)
-from tests.support.job import Job
+from tests.support.job import Job, find_orphaned_saves
 from tests.support.leases import acquire_lease
 from tests.support.steps import commit_files
 from tests.support.weights import first, upload
@@ -34,7 +34,7 @@ from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
 from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.orchestration.recovery.flow_runs import allow_eviction, find_orphaned_saves
+from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.orchestration.recovery.reconcile import find_busy_steps, reconcile
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.remote.download import fetch

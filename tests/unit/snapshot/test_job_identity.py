@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import prefect_stand_in
-from tests.support.job import Job
+from tests.support.job import Job, find_orphaned_saves
 from tests.support.prefect_stand_in import Server, Trigger
 from tests.support.steps import commit_files
 from trinity_sync.catalog.database import list_jobs_at, open_catalog
@@ -20,7 +20,6 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, SpoolFullError
 from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import job_id_of
-from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, job_id, open_identity, read_identity
 from trinity_sync.snapshot.spool import list_job_spools, open_job_spool

@@ -12,14 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.job import Job
+from tests.support.job import Job, find_orphaned_saves
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, RootAwayError, SaveError
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.on_node import persist_share
-from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
 from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings

@@ -1,4 +1,4 @@
-"""Recover zombie runs and orphaned images.
+"""Recover zombie runs, and tell which saves have failed whose worker could not.
 
 Zombie runs are those that Prefect shows as running although no process executes them. A worker that
 is killed cannot report the end of its run, nor can a worker whose last call finds the server away.
@@ -9,10 +9,6 @@ The message of the Pending state names the process that acquired a run. That sta
 single call; the run's ``infrastructure_pid`` is set by a later call. The run's lock
 (`try_run_lock`) shows whether a process of this node still executes it. The server's state does
 not: a server that was away shows runs as Crashed that are still executed.
-
-Orphaned images are sealed images on this node that no flow run will persist. If the trainer died
-before it requested the flow run, or the server was away, the run is requested. If the save was
-cancelled or failed, its images are marked, so that later saves evict them first.
 
 The worker that runs a flow writes the journal of its root (`saves.journal`). How runs ended that
 no worker could see to their end is read from the server, and written there as well.
@@ -44,7 +40,6 @@ from trinity_sync.fs.process import is_process_alive
 from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
-from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
 from trinity_sync.saves.journal import PATIENCE_S, SaveState, append, read_entry
 from trinity_sync.saves.pending_save import end_images
 from trinity_sync.saves.save_request import SaveRequest
@@ -66,51 +61,42 @@ LATE_S = 60.0
 separately, and again every 30 s until the server has them."""
 
 
-async def recover_zombie(api: PrefectApi, run: FlowRun, here: str, *, spool: Path) -> None:
-    """Set the final state of an unfinished run, if it is a zombie, and retry it.
+async def recover_run(api: PrefectApi, run_id: UUID, here: str, *, spool: Path) -> None:
+    """Set the final state of a zombie run, and retry a run that has crashed.
 
-    ``here`` is this process, as ``node/pid/start time``.
+    A server that was away for long shows a run as Crashed while it is still executed. Such a run
+    usually ends soon, in the state that it reports. On this node the run's lock shows it. A run of
+    another node is not retried for a minute, and none that was started too often. ``here`` is this
+    process, as ``node/pid/start time``.
     """
-    with try_run_lock(spool, run.id) as free:
-        if free:
-            await _recover_zombie(api, run, here, spool)
+    with try_run_lock(spool, run_id) as free:  # no process changes it meanwhile
+        if free and not await _is_executed(api, run_id, here, spool):
+            await _retry_crashed(api, run_id, here)
 
 
-async def _recover_zombie(api: PrefectApi, run: FlowRun, here: str, spool: Path) -> None:
-    """Recover a zombie run while its lock is held, so that no process changes it meanwhile."""
-    states = await api.read_states(run.id)
-    now = await api.read_flow_run(run.id)
-    if now.state.type not in UNDER_WAY:
-        return
-    if now.state.id not in {state.id for state in states}:
-        return  # it changed between the two calls, so a process executes it
+async def _is_executed(api: PrefectApi, run_id: UUID, here: str, spool: Path) -> bool:
+    """Return whether a process may execute a run whose lock is free; end a zombie run."""
+    states = await api.read_states(run_id)
+    run = await api.read_flow_run(run_id)
+    if run.state.type not in UNDER_WAY:
+        return False
+    if run.state.id not in {state.id for state in states}:
+        return True  # it changed between the two calls
     owner = _find_owner(states)
     node, _, process = owner.partition("/")
     if owner != here and (node != here.partition("/")[0] or is_process_alive(process)):
-        return
+        return True
     why = f"Its process {owner} {'could not report its end' if owner == here else 'died'}."
-    if now.state.type == "CANCELLING":
+    if run.state.type == "CANCELLING":
         end = State("CANCELLED", "Cancelled", why)
-        await try_allow_eviction(spool, now.parameters, describe_end(end.name, why))
+        await try_allow_eviction(spool, run.parameters, describe_end(end.name, why))
     else:
         end = State("CRASHED", "Crashed", why)
     logger.warning("flow run %s: %s", run.name, end.message)
     tasks = await api.read_unfinished_tasks({"flow_runs": {"id": {"any_": [str(run.id)]}}})
     await api.end_tasks(tasks.get(str(run.id), ()), end)
     await api.set_state(run.id, end)
-    await _retry_crashed(api, run.id, here)
-
-
-async def retry_crashed(api: PrefectApi, run_id: UUID, here: str, *, spool: Path) -> None:
-    """Retry a crashed run, unless it is still executed on this node or was started too often.
-
-    A server that was away for long shows a run as Crashed while it is still executed. Such a run
-    usually ends soon, in the state that it reports. On this node the run's lock shows it. A run of
-    another node is not retried for a minute. ``here`` is as in `recover_zombie`.
-    """
-    with try_run_lock(spool, run_id) as free:
-        if free:
-            await _retry_crashed(api, run_id, here)
+    return False
 
 
 async def _retry_crashed(api: PrefectApi, run_id: UUID, here: str) -> None:
@@ -161,27 +147,19 @@ def _find_owner(states: Sequence[State]) -> str:
 MARK_S = 5.0
 """Seconds to wait for a root or a spool: a task on a file system that hangs holds its images."""
 
-_visits = RootVisits("orphaned images")
 
-
-def find_orphaned_saves(
-    spool: Path, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.time
+def look_at_jobs(
+    visits: RootVisits, spool: Path, look: Callable[[JobSpool], list[SaveRequest]]
 ) -> list[SaveRequest]:
-    """Return `find_pending_saves` of all jobs, oldest first of each.
+    """Return what looks at all jobs find, oldest first of each.
 
     Jobs whose roots do not answer are left out.
     """
     jobs = defaultdict(list)  # an earlier job of a root may have a folder as well
     for job in list_job_spools(spool):
         jobs[job.read_root() or job.folder].append(job)
-    found = _visits.visit(
-        jobs,
-        lambda root: [
-            request
-            for job in jobs[root]
-            for request in find_pending_saves(job, grace_s=grace_s, clock=clock)
-        ],
-        limit_s=ANSWER_S,
+    found = visits.visit(
+        jobs, lambda root: [each for job in jobs[root] for each in look(job)], limit_s=ANSWER_S
     )
     return [request for requests in found.values() for request in requests]
 

@@ -1,88 +1,82 @@
-"""Recover zombie runs and orphaned images of a node at every poll, and tell what has failed."""
+"""Recover zombie runs of a node at every poll, tell what has failed, and start savers.
 
-import asyncio
-import logging
+A scheduler may kill a saver with all trainers of a job. The one that the worker then starts does
+what it would have done: it requests flow runs, commits what none begins, and tells what fails.
+"""
+
 import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
+import anyio
+
 from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.client.save_trigger import SERVER
-from trinity_sync.client.saver_control import SERVED
-from trinity_sync.errors import PrefectApiError, RequestRefusedError, warn_once
+from trinity_sync.client.saver_control import (
+    OF_WORKER,
+    SERVED,
+    SaverControl,
+    find_saver,
+    lock_path,
+    name_saver,
+)
+from trinity_sync.errors import PrefectApiError, TrinitySyncError, warn_once
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
+from trinity_sync.orchestration.job_registry import require_allowed
 from trinity_sync.orchestration.recovery.flow_runs import (
     LATE_S,
+    MARK_S,
     end_unreported_tasks,
-    recover_zombie,
-    retry_crashed,
+    look_at_jobs,
+    recover_run,
     try_tell_failure,
 )
-from trinity_sync.orchestration.root_threads import run_in_thread
-from trinity_sync.pipeline.pending import find_pending_saves
-from trinity_sync.saves.pending_save import compare_late_images
+from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
+from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
-
-logger = logging.getLogger(__name__)
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool, try_run_lock
 
 ENDED_S = 86400.0, 600.0
 """Seconds for which a run may have ended at the first poll of a worker, and at the later ones."""
 OTHERS_S = 300.0
-"""Age in seconds from which a worker takes images of a job of another stack, which may be gone."""
+"""Age in seconds from which a worker serves images of a job of another stack, which may be gone."""
 CRASH_GRACE_S = LATE_S + 15.0
 """Seconds for which a worker may still retry a crashed run, from when this one has seen it."""
 
 
-def find_own_saves(job: JobSpool, server: str) -> list[SaveRequest]:
-    """Return what `find_pending_saves` finds, for the stack of a server.
-
-    A spool may serve several stacks of a user. The saves of another one are left to it, and taken
-    after `OTHERS_S` where this stack may write their root. A root that is away is told by a saver
-    that serves the job, otherwise here.
-    """
-    if not (job.folder / SERVED).exists():
-        job.tell_away()
-    named = ""
-    with suppress(OSError):  # no trainer of this release has saved there
-        named = (job.folder / SERVER).read_text()
-    if named in ("", server):
-        return find_pending_saves(job)
-    stack, late = StackSettings(), find_pending_saves(job, grace_s=OTHERS_S)
-    return [request for request in late if is_allowed(stack, request.root)]
-
-
 class NodeRecovery:
-    """Recovers the runs and images of one worker's node.
+    """Recovers the runs of one worker's node, and has savers serve its images.
 
-    Runs and images are recovered independently: a spool that hangs must not delay cancellations. So
-    are the images of each job: nor must a root that hangs delay other jobs. ``here`` is the
-    worker's process, as ``node/pid/start time``. ``executes`` returns whether it executes a run,
-    and ``cancel`` cancels such a run.
+    Both are independent: a spool that hangs must not delay cancellations. ``here`` is the worker's
+    process, as ``node/pid/start time``. ``executes`` returns whether it executes a run, and
+    ``cancel`` cancels such a run.
     """
 
     def __init__(
         self,
-        spool: Path,
+        settings: Settings,
         here: str,
         executes: Callable[[UUID], bool],
         cancel: Callable[[UUID], None],
     ) -> None:
-        self._spool = spool
+        self._spool = settings.spool
+        self._home = settings.home
         self._here = here
         self._executes = executes
         self._cancel = cancel
         self._ended_s = ENDED_S[0]
         self._failed: dict[tuple[UUID, str], float] = {}
         """When runs were seen that had failed (monotonic), by id and state; infinite once told."""
-        self._jobs: dict[JobSpool, asyncio.Task[None]] = {}
-        """Recoveries of jobs that have not ended."""
+        self._visits = RootVisits("saves that wait")
+        self._savers: dict[str, SaverControl] = {}
+        """Savers that this worker has started, by name; they live until nothing waits."""
 
     async def recover_flow_runs(self, api: PrefectApi, pool: str) -> None:
         """Cancel runs on request, and end zombie runs and their unreported tasks."""
@@ -94,11 +88,11 @@ class NodeRecovery:
                 self._cancel(run.id)
         for run in candidates:
             try:
-                await recover_zombie(api, run, self._here, spool=self._spool)
+                await recover_run(api, run.id, self._here, spool=self._spool)
             except PrefectApiError as error:
                 if not error.status:  # the server is away; otherwise others are unaffected
                     raise
-                logger.warning("cannot recover flow run %s: %s", run.name, error)
+                warn_once(f"cannot recover flow run {run.name}: {error}")
         await self._tell_failures(api, pool)
         await end_unreported_tasks(api, pool)
 
@@ -125,46 +119,55 @@ class NodeRecovery:
             # one that continues on this node lost its server; one by another name waits
             return CRASH_GRACE_S if ended and run.state.name == "Crashed" else math.inf
 
-    async def recover_images(self, api: PrefectApi) -> None:
-        """Request the flow runs of orphaned images, and retry crashed runs."""
-        begun = {}
-        for job in await run_in_thread(lambda: list(list_job_spools(self._spool))):
-            if job not in self._jobs:
-                begun[job] = asyncio.create_task(self._recover_job(api, job))
-        self._jobs |= begun
-        if begun:
-            await asyncio.wait(begun.values(), timeout=ANSWER_S)
-        for job, task in begun.items():
-            if not task.done():
-                logger.warning(
-                    "the recovery of the job in %s has not ended within %.0f s; it goes on, and "
-                    "others are unaffected. Check the file system of its root.",
-                    job.folder,
-                    ANSWER_S,
-                )
-        ended = [job for job, task in self._jobs.items() if task.done()]
-        errors = [self._jobs.pop(job).exception() for job in ended]
-        for error in filter(None, errors):
-            raise error
+    async def serve_images(self, api: PrefectApi) -> None:
+        """Start savers where saves wait and none lives, and retry the crashed runs of saves."""
+        look = partial(self._look_at, api.find_server().identity)
+        waiting = await run_in_thread(look_at_jobs, self._visits, self._spool, look)
+        for control in [] if waiting else self._savers.values():
+            control.close()
+        for request in waiting:
+            for run in await api.read_job_runs(request.job, step=request.step):
+                if run.key == request.key and run.state.type == "CRASHED":
+                    with anyio.move_on_after(MARK_S):  # its root may hang from now on
+                        await self._retry_crashed(api, request, run.id)
 
-    async def _recover_job(self, api: PrefectApi, job: JobSpool) -> None:
-        await run_in_thread(job.remove_closed)
-        requests = await run_in_thread(find_own_saves, job, api.find_server().identity)
-        if not requests:
-            return
-        for request in requests:
-            try:
-                run = await api.create_flow_run(request.flow_run)
-            except RequestRefusedError as error:  # others are unaffected
-                warn_once(f"{request.run_name} of {request.root}: {error}")
-                continue
-            if run.state.type in ("CANCELLED", "FAILED"):
-                # before a worker acquired it, or on a worker that cannot reach this node
-                await try_tell_failure(self._spool, run)
-            elif run.state.type == "CRASHED":
-                await self._retry_crashed(api, request, run.id)
-            elif run.state.type == "COMPLETED":
-                await run_in_thread(compare_late_images, job, request)
+    def _look_at(self, server: str, job: JobSpool) -> list[SaveRequest]:
+        """Return the saves of a job that wait, for which a saver lives or is started.
+
+        A spool may serve several stacks of a user. A worker leaves the saves of another one to it
+        for `OTHERS_S`. A root that is away is told by a saver that serves the job, otherwise here.
+        """
+        job.remove_closed()
+        if not (job.folder / SERVED).exists():
+            job.tell_away()
+        named = ""
+        with suppress(OSError):  # no trainer of this release has saved there
+            named = (job.folder / SERVER).read_text()
+        grace_s = GRACE_S if named in ("", server) else OTHERS_S
+        waiting = find_pending_saves(job, grace_s=grace_s)
+        try:
+            if waiting:
+                require_allowed(waiting[0].root)
+                self._have_served(job, server)
+        except (OSError, ValueError, TrinitySyncError) as error:
+            warn_once(f"the saves in {job.folder} wait, as this worker starts no saver: {error}")
+            return []
+        return waiting
+
+    def _have_served(self, job: JobSpool, server: str) -> None:
+        """Start a saver for a job whose own is dead, with its umask and this worker's server."""
+        after_s, name = find_saver(job.folder)
+        usual = name_saver()
+        own = (name or usual)[:3] + usual[3:] + OF_WORKER
+        made = SaverControl(self._spool, self._home, name=own)
+        control = self._savers.setdefault(own, made)
+        with try_acquire_file_lock(lock_path(self._spool, name or own)) as is_dead:
+            if is_dead or name in ("", own):
+                replace_file(job.folder / SERVER, server, sync=False)
+                if name == own:
+                    control.wake()
+                else:
+                    control.serve(job.folder.name, after_s)
 
     async def _retry_crashed(self, api: PrefectApi, request: SaveRequest, run_id: UUID) -> None:
         """Retry a crashed run, unless the worker of another node is about to."""
@@ -172,6 +175,6 @@ class NodeRecovery:
         locks = ExitStack()
         try:
             if await run_in_thread(locks.enter_context, lock):
-                await retry_crashed(api, run_id, self._here, spool=self._spool)
+                await recover_run(api, run_id, self._here, spool=self._spool)
         finally:
             await run_in_thread(locks.close)

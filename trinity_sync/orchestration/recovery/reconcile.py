@@ -1,6 +1,6 @@
 """Repair the files that crashes left, on disk and in shared memory; safe at any time.
 
-The worker recovers runs and images at every poll (`recovery.node`), and a commit finishes an
+The worker recovers runs and starts savers at every poll (`recovery.node`), and a commit finishes an
 interrupted one. This covers files: those of a root without further saves, or of a machine that was
 restarted. It repairs what it can prove to be unused or incomplete, and reports why it leaves the
 rest.
@@ -17,8 +17,9 @@ from trinity_sync.catalog.mirror import is_current, rebuild
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.fs.mounts import read_file_system_time
-from trinity_sync.orchestration.recovery.flow_runs import find_orphaned_saves
+from trinity_sync.orchestration.recovery.flow_runs import look_at_jobs
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
+from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import read_identity
@@ -36,6 +37,8 @@ from trinity_sync.storage.gc import (
 
 GRACE_S = 3600.0
 """Minimum age in seconds of a file or slot that is removed as unused."""
+
+_visits = RootVisits("waiting images")
 
 
 async def read_unfinished_saves(api: PrefectApi) -> list[FlowRun]:
@@ -76,9 +79,9 @@ def _repair_files(
             )
             yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
     busy = None if runs is None else find_busy_steps(runs)
-    for request in find_orphaned_saves(settings.spool):
+    for request in look_at_jobs(_visits, settings.spool, find_pending_saves):
         if busy is None or request.step not in busy.get(Path(request.root), ()):
-            why = "its images wait for a worker, which requests its run; run: trinity-sync status"
+            why = "its images wait for a saver, which a worker starts; run: trinity-sync status"
             yield Finding(request.root, request.run_name, "left", why)
 
     def repair(root: Path) -> list[Finding]:
