@@ -271,10 +271,7 @@ class Saver:
                 self._saves[request.key] = save
 
     def _request(self, job: JobSpool, waiting: Collection[SaveRequest]) -> None:
-        """Request the flow runs of saves that wait, of its server alone.
-
-        The saver on the node of rank 0 does; a worker's also where that node may have none.
-        """
+        """Request the flow runs of what waits on the node of rank 0, or, for a worker, anywhere."""
         first = {image.ticket.save.key for image in job.tickets()[0] if not image.ticket.rank}
         every = self._name.endswith(OF_WORKER)
         wanted = [each for each in waiting if every or each.key in first or not each.components]

@@ -67,9 +67,7 @@ class SaverControl:
         name: that of the saver, if it is not `name_saver` of this process.
     """
 
-    def __init__(
-        self, spool: Path, home: Path, api_url: str | None = None, *, name: str = ""
-    ) -> None:
+    def __init__(self, spool: Path, home: Path, api_url: str | None = None, name: str = "") -> None:
         self._spool = spool
         self._home = home
         self._api_url = api_url

@@ -336,10 +336,12 @@ class TrinitySyncWorker(
         os.environ |= {name: each for name, each in found.items() if name.startswith(API_SETTINGS)}
         touch = partial(run_in_thread, touch_files, self._trinity.home)
         recover = partial(self._recovery.recover_flow_runs, self._api, self.pool_name)
-        polls = [(touch, TOUCH_S), (self.set_clock, POLL_S), (recover, POLL_S)]
-        polls += [(partial(self._recovery.serve_images, self._api), POLL_S)]
-        for service in [self._listen, *(partial(self._poll, *poll) for poll in polls)]:
-            self.start_service(partial(self._serve, service))
+        serve = partial(self._recovery.serve_images, self._api)
+        polled: dict[Callable[[], Any], float]
+        polled = {touch: TOUCH_S, self.set_clock: POLL_S, recover: POLL_S, serve: POLL_S}
+        self.start_service(partial(self._serve, self._listen))
+        for work, pause_s in polled.items():
+            self.start_service(partial(self._serve, partial(self._poll, work, pause_s)))
 
     async def teardown(self, *exc_info: Any) -> None:
         """Close the connections."""

@@ -38,8 +38,6 @@ from trinity_sync.storage.gc import (
 GRACE_S = 3600.0
 """Minimum age in seconds of a file or slot that is removed as unused."""
 
-_visits = RootVisits("waiting images")
-
 
 async def read_unfinished_saves(api: PrefectApi) -> list[FlowRun]:
     """Read the unfinished runs of saves; those of other flows would be many."""
@@ -79,7 +77,7 @@ def _repair_files(
             )
             yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
     busy = None if runs is None else find_busy_steps(runs)
-    for request in look_at_jobs(_visits, settings.spool, find_pending_saves):
+    for request in look_at_jobs(RootVisits("saves"), settings.spool, find_pending_saves):
         if busy is None or request.step not in busy.get(Path(request.root), ()):
             why = "its images wait for a saver, which a worker starts; run: trinity-sync status"
             yield Finding(request.root, request.run_name, "left", why)
