@@ -64,6 +64,9 @@ def find_pending_saves(
                     warn_once(str(error))
                     path.unlink(missing_ok=True)
                 continue
+            except FormatError as error:  # of another release; other steps are unaffected
+                warn_once(str(error))
+                continue
             held = [each for each in images if manifest and each.ticket.image in manifest.images]
             if manifest and (held or path) and manifest.committed_at < before - settle_s:
                 _finish_commit(job, request, manifest, held)

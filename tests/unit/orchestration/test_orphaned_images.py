@@ -25,6 +25,8 @@ from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.save_trigger import SERVER
 from trinity_sync.client.saver_control import SERVED, lock_path
 from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.fs.records import add_digest
+from trinity_sync.layout import MANIFEST
 from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery import node
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
@@ -41,11 +43,27 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save_functions import write_request
 
 
 def find_orphaned_steps(job: Job) -> list[int]:
     """Steps that a flow run would be requested for."""
     return [request.step for request in find_orphaned_saves(job.spool.folder.parent, grace_s=-1)]
+
+
+@pytest.mark.parametrize("of_functions", [False, True])
+def test_a_step_that_another_release_has_committed_is_in_the_way_of_no_other_save(
+    job: Job, of_functions: bool
+) -> None:
+    other = job.request(1).save.folder / MANIFEST
+    other.parent.mkdir()
+    other.write_text(add_digest('{"format": 9999, "run": 1}'))
+    for step in (1, 2):
+        if of_functions:
+            write_request(job.spool, 1, step, "checkpoint", job.request(step).model_dump_json())
+        else:
+            job.stage(step, {"model": {"w": torch.ones(3)}})
+    assert find_orphaned_steps(job) == [2]
 
 
 def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
