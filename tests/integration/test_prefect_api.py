@@ -293,6 +293,7 @@ def test_another_server_at_the_port_is_named(root: Path) -> None:
         threading.Thread(target=speak, daemon=True).start()
         with pytest.raises(PrefectApiError, match="not the API of a Prefect server"):
             ask(f"http://127.0.0.1:{other.getsockname()[1]}/api", nothing)
+        other.shutdown(socket.SHUT_RDWR)  # ends the thread
 
 
 @pytest.mark.parametrize("password", ["secret", "a/secret", "an@secret"])

@@ -11,7 +11,7 @@ from tests.conftest import QUIET, environment
 from trinity_sync import Synchronizer
 from trinity_sync.weights.sync_barrier import SyncSettings
 
-ASK_S = 60.0
+ASK_S = 240.0
 
 
 def ask(reference: Any) -> Any:
@@ -38,6 +38,6 @@ def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
     actor = Synchronizer.get_actor(
         namespace=namespace, root=root, settings=SyncSettings(timeout_s=30)
     )
-    ray.get(actor.latest.remote(), timeout=30)
+    ask(actor.latest.remote())
     yield actor
     ray.kill(actor)

@@ -33,6 +33,7 @@ class Proxy:
 
     def close(self) -> None:
         self.cut()
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts
         self._listener.close()
 
     def _accept(self) -> None:

@@ -267,12 +267,14 @@ def test_a_root_that_hangs_while_it_is_mirrored_keeps_no_lock_of_the_catalog(
 ) -> None:
     manifest = step_folder(job.root, 1) / MANIFEST
     with open_catalog(get_catalog_url(settings)) as engine:
+        thread = threading.Thread(target=mirror, args=(engine, job.root, [1]), daemon=True)
         with hanging_when_opened(manifest) as waits:
-            threading.Thread(target=mirror, args=(engine, job.root, [1]), daemon=True).start()
+            thread.start()
             assert waits.wait(60)
             began = time.monotonic()
             mirror(engine, other.root, [1])
             assert time.monotonic() - began < 10
+        thread.join()
         with engine.connect() as connection:
             rows = connection.execute(select(JobRow.root)).scalars()
             assert str(other.root) in {*rows}

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.forked import forking
 from tests.support.job import Job
+from tests.support.waiting import until
 from tests.support.weights import VersionFile, upload
 from trinity_sync.weights.reader import WeightReader
 
@@ -70,12 +71,12 @@ def test_readers_get_whole_versions_and_never_an_older_one(
         return log, process
 
     readers = [start(name) for name in asleep_s]
-    _await(lambda: all(lines(log) for log, _ in readers))
+    until(lambda: all(lines(log) for log, _ in readers), "all readers", pause=0.005)
     for step in range(2, VERSIONS + 1):
         versions.tell(upload(job, step, *states(step)))
         if step % 60 == 0 and step < VERSIONS:
             log, process = readers[-1]
-            _await(lambda log=log: len(lines(log)) > 1)
+            until(lambda log=log: len(lines(log)) > 1, "a second version", pause=0.005)
             os.kill(process.pid, signal.SIGKILL)
             process.join()
             readers.append(start("killed", life=step))
@@ -91,10 +92,3 @@ def test_readers_get_whole_versions_and_never_an_older_one(
         assert steps == sorted(steps)
     assert all(lines(log)[-1][0] == VERSIONS for log, _ in alive)
     assert len(list(job.spool.folder.glob("*.slot"))) <= RANKS * (2 + len(asleep_s))
-
-
-def _await(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
