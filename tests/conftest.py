@@ -4,12 +4,19 @@ It is of the tests' own environment, or, where that is a trainer's, of the one t
 ``TESTS_STACK`` names: the ``bin`` of the stack's environment.
 """
 
+import logging
+import multiprocessing
 import os
+import random
+import re
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -173,7 +180,14 @@ ENDING = pytest.StashKey[ExitStack]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files: the stack's, so that it ends early; unit tests last, of which none is long."""
+    """Order files: the stack's, so that it ends early; unit tests last, of which none is long.
+
+    ``FILES_SEED`` puts each group in another order.
+    """
+    if seed := os.environ.get("FILES_SEED"):
+        paths = sorted({item.path for item in items})
+        random.Random(seed).shuffle(paths)
+        items.sort(key=lambda item: paths.index(item.path))
     files = {item.path for item in items if "stack" in getattr(item, "fixturenames", ())}
     config.stash[FILES], config.stash[ENDING] = files, ExitStack()
     unit = Path(__file__).parent / "unit"
@@ -260,9 +274,11 @@ SPOOLS = f"trinity_sync-test-{os.getpid()}-"
 """Begins the names of this process's folders in shared memory."""
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Children that serve all tests."""
+PARTS = re.compile(r" -m (trinity_sync\.(saver|stack|orchestration)|ray\.scripts)\b")
+"""Parts of a stack."""
 OF_PACKAGES = ("PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE", "RAY_ENABLE_UV_RUN_RUNTIME_ENV")
 """Variables that pytest sets for each test, and Ray and veRL when they are imported."""
-ENDS_S = 5.0
+ENDS_S = 30.0
 """Seconds in which what a test has stopped has ended."""
 
 
@@ -271,13 +287,18 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves behind what the next one would find.
 
     New variables with other names than ours are set by imports. What tests of stacks leave behind
-    is looked for when their stack ends: its parts come and go with them.
+    is looked for when their stack ends: its parts come and go with them. torch gets its number of
+    threads again.
     """
     if any(Path(__file__).parent / suite in request.path.parents for suite in OF_STACKS):
         yield
         return
-    variables, folder, living = dict(os.environ), Path.cwd(), _find_living()
+    variables, modules, settings = dict(os.environ), dict(sys.modules), _read_settings()
+    living, torch = _find_living(), "torch.distributed" in sys.modules and sys.modules["torch"]
+    threads = torch and torch.get_num_threads()
     yield
+    if torch:
+        torch.set_num_threads(threads)
     names = [name for name in os.environ.keys() - variables.keys() if name.startswith(OURS)]
     names += [name for name, value in variables.items() if os.environ.get(name) != value]
     changed = sorted({*names}.difference(OF_PACKAGES))
@@ -285,31 +306,60 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         os.environ.pop(name, None)
         os.environ.update({name: variables[name]} if name in variables else {})
     left = [f"variable {name}" for name in changed]
-    left += [f"current folder {found}" for found in {Path.cwd()} - {folder}]
-    os.chdir(folder)
+    now = _read_settings()
+    left += [f"{name} {now[name]}" for name in settings if now[name] != settings[name]]
+    left += [f"module {name}" for name in modules if sys.modules.get(name) is not modules[name]]
+    os.chdir(str(settings["current folder"]))
     end = time.monotonic() + ENDS_S
-    while (more := _describe(_find_living() - living)) and time.monotonic() < end:
+    while (more := _describe(_find_living() - living, living)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left + more
 
 
+def _read_settings() -> dict[str, object]:
+    """Return what is set for all that runs in this process."""
+    found: dict[str, object] = {
+        "current folder": str(Path.cwd()),
+        "umask": re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text()),
+        "time-out of sockets": socket.getdefaulttimeout(),
+        "start method": multiprocessing.get_start_method(allow_none=True) or "fork",
+        "sys.path": [each for each in sys.path if "site-packages" not in each],  # as Ray's import
+        "disabled logging": logging.root.manager.disable,
+    }
+    of_tests = {*signal.Signals} - {signal.SIGALRM}  # which has pytest's own time-out
+    found |= {each.name: signal.getsignal(each) for each in of_tests}
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    found |= {name: resource.getrlimit(getattr(resource, name)) for name in limits}
+    if "torch.distributed" in sys.modules:
+        torch = sys.modules["torch"]
+        found["torch"] = torch.get_default_dtype(), torch.distributed.is_initialized()
+    return found
+
+
 def _find_living() -> set[object]:
-    """Return this process's spools and the ids of its children."""
+    """Return this process's spools, threads that run functions of tests, and ids of children."""
     found: set[object] = {path.name for path in Path("/dev/shm").glob(f"{SPOOLS}*")}
+    for thread in threading.enumerate():  # pools, libraries and parts of a worker have others
+        if str(getattr(getattr(thread, "_target", None), "__module__", "")).startswith("test"):
+            found.add(thread)
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # of a thread that has ended
             found.update(map(int, (task / "children").read_text().split()))
     return found
 
 
-def _describe(living: set[object]) -> list[str]:
-    """Return the spools, and the commands of the children that run."""
-    found = [str(each) for each in living if not isinstance(each, int)]
-    for pid in living:
-        with suppress(psutil.NoSuchProcess):
+def _describe(left: set[object], before: set[object]) -> list[str]:
+    """Return what is left and runs on, processes by their commands."""
+    found = [str(each) for each in left if not isinstance(each, int)]
+    for pid in left:
+        with suppress(psutil.Error):
             process = psutil.Process(pid) if isinstance(pid, int) else None
             command = " ".join(process.cmdline()) if process else ""  # empty while it starts
-            if process and left_of([process]) and not any(each in command for each in SERVERS):
+            if not process or not left_of([process]) or any(each in command for each in SERVERS):
+                continue
+            spools = [each for each in before if isinstance(each, str)]
+            about = command + process.environ().get("TRINITY_SYNC_SPOOL", "")
+            if not (PARTS.search(command) and any(each in about for each in spools)):
                 found.append(command or str(process))
     return found
 

@@ -3,7 +3,7 @@
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,11 +60,8 @@ MakeCallback = Callable[..., TrinitySyncCallback]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+def one_thread(nothing_is_left_behind: None) -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class StopAt(TrainerCallback):

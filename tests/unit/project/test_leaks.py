@@ -2,9 +2,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import pytest_collection_modifyitems
 
 TESTS = """
-import atexit, os, subprocess, tempfile
+import atexit, colorsys, os, signal, subprocess, sys, tempfile, threading
 from tests import conftest
 from tests.conftest import nothing_is_left_behind
 
@@ -17,6 +23,15 @@ def test_a_variable():
 def test_a_folder(tmp_path):
     assert "TRINITY_SYNC_LEFT" not in os.environ and os.environ["HOME"] != "behind"
     os.chdir(tmp_path)
+
+def test_settings():
+    os.umask(0o123)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    sys.path.append("behind")
+    sys.modules["colorsys"] = None
+
+def test_a_thread():
+    threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()
 
 def test_a_process():
     left.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
@@ -42,6 +57,20 @@ def test_a_test_that_leaves_something_behind_fails_and_says_what(tmp_path: Path)
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True
     )
-    assert "5 passed, 4 errors" in done.stdout
-    for left in ("HOME", "SYNC_LEFT", "folder /", "['cat']", "sync-test-"):
+    assert "7 passed, 6 errors" in done.stdout
+    settings = ("umask ['0123']", "SIGUSR2", "'behind'", "module colorsys")
+    living = ("['cat']", "sync-test-", "Thread-1 (<lambda>)")
+    for left in ("HOME", "SYNC_LEFT", "folder /", *settings, *living):
         assert left in done.stdout, done.stdout
+
+
+def test_files_run_in_an_order_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def order_by(seed: str) -> list[Path]:
+        monkeypatch.setenv("FILES_SEED", seed)
+        items: Any = [SimpleNamespace(path=Path(f"test_{n // 2}.py")) for n in range(40)]
+        config: Any = SimpleNamespace(stash={})
+        pytest_collection_modifyitems(config, items)
+        return [item.path for item in items]
+
+    assert order_by("7") == order_by("7") != order_by("8")
+    assert sorted(order_by("7"), key=order_by("").index) == order_by("")
