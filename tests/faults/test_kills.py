@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from prefect.states import Cancelling
 
+from tests.conftest import left_of, processes_of
 from tests.faults.slow_save import (
     SIZE,
     assert_committed,
@@ -26,7 +27,7 @@ from tests.support.forked import Program
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.integrations.dcp import StepReader
-from trinity_sync.stack import embedded
+from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -124,16 +125,27 @@ def test_the_flows_process_killed_in_mid_write(
     assert_saves_on(saves)
 
 
-def test_the_prefect_server_killed_in_mid_write(
+def test_the_prefect_server_killed_in_mid_write_and_all_started_again_at_its_addresses(
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, stack: StackState
 ) -> None:
     begin_slow_save(saves, root, 2)
+    before = embedded.find(stack_settings)
+    processes = processes_of(before)
     kill_server(stack_settings)
     started = torch.full((SIZE,), 3.0)
     staged = saves.save(3, {"model": {"w": started}})  # training does not notice
     assert staged.nbytes > SIZE
     assert read_latest_pointer(root, "checkpoint") in (1, 2)
-    embedded.up(stack_settings)
+    for name in ("ray_token", services.PASSWORD_FILE):
+        (stack_settings.home / name).unlink(missing_ok=True)
+    after = embedded.up(stack_settings)
+    assert not left_of(processes)
+    assert not {*before.daemons} & {*after.daemons}
+    assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
+    assert after.ray_address == before.ray_address
+    assert (after.settings, after.config) == (before.settings, before.config)
+    assert [each.state for each in embedded.status(stack_settings).services] == ["running"] * 3
+    assert not Path(before.ray_folder).exists()
     assert_committed(root, 3)
     require_committed(root, 1)
 

@@ -17,7 +17,6 @@ import torch
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger
 
 from tests.conftest import left_of, processes_of
-from tests.faults.slow_save import kill_server, kill_worker
 from tests.integration.test_cli import COMMAND, run
 from tests.support.database import lay_tables
 from tests.support.waiting import until
@@ -134,9 +133,12 @@ def test_a_worker_leaves_the_saves_of_another_stack_in_its_spool_to_that(
 
 
 def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
-    stack: StackState, stack_settings: Settings
+    saves: CheckpointCoordinator, stack_settings: Settings
 ) -> None:
     before = embedded.find(stack_settings)
+    folders = [stack_settings.home, Path(before.ray_folder)]
+    for path in [each for folder in folders for each in [folder, *folder.rglob("*")]]:
+        os.utime(path, (0, 0), follow_symlinks=False)
     os.kill(before.worker.pid, signal.SIGKILL)
     psutil.Process(before.worker.pid).wait(60)
     assert part(stack_settings, "worker").state == "dead"
@@ -145,59 +147,21 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
         told = run(command)
         assert told.returncode == 3
         assert "trinity-sync up" in told.stdout + told.stderr
+    for name in ("ray_token", services.PASSWORD_FILE):  # it needs neither
+        (stack_settings.home / name).unlink(missing_ok=True)
     after = embedded.up(stack_settings)
     assert after.worker != before.worker
     assert (after.server, after.ray) == (before.server, before.ray)
     assert part(stack_settings, "worker").state == "running"
-
-
-def test_a_cleaner_of_old_files_removes_nothing_of_a_running_stack(
-    stack: StackState, stack_settings: Settings
-) -> None:
-    folders = [stack_settings.home, Path(embedded.find(stack_settings).ray_folder)]
-    files = [each for folder in folders for each in [folder, *folder.rglob("*")]]
-    for path in files:
-        os.utime(path, (0, 0), follow_symlinks=False)
-    kill_worker(stack_settings)
-    embedded.up(stack_settings)
 
     def find_old(*action: str) -> str:
         clean = ["find", *map(str, folders), "-mtime", "+9", *action, "-print"]
         return subprocess.run(clean, check=True, capture_output=True, text=True).stdout
 
     until(lambda: not find_old(), "the worker to touch all files")
-    assert find_old("-delete") == ""
-
-
-def test_a_stack_starts_again_without_the_secrets_in_its_home(
-    saves: CheckpointCoordinator, stack_settings: Settings
-) -> None:
-    before = embedded.find(stack_settings)
-    for name in ("ray_token", services.PASSWORD_FILE):
-        (stack_settings.home / name).unlink()
-    kill_worker(stack_settings)
-    embedded.up(stack_settings)
+    assert find_old("-delete") == ""  # as a cleaner of old files does
     saves.save(1, {"model": {"w": torch.zeros(9)}})
     saves.wait_all(60)
-    kill_server(stack_settings)
-    assert embedded.up(stack_settings).api_auth == before.api_auth
-
-
-def test_a_stack_whose_server_died_is_stopped_and_started_again_at_its_addresses(
-    stack: StackState, stack_settings: Settings
-) -> None:
-    before = embedded.find(stack_settings)
-    processes = processes_of(before)
-    os.kill(before.server.pid, signal.SIGKILL)
-    psutil.Process(before.server.pid).wait(60)
-    after = embedded.up(stack_settings)
-    assert not left_of(processes)
-    assert not {*before.daemons} & {*after.daemons}
-    assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
-    assert after.ray_address == before.ray_address
-    assert (after.settings, after.config) == (before.settings, before.config)
-    assert [each.state for each in embedded.status(stack_settings).services] == ["running"] * 3
-    assert not Path(before.ray_folder).exists()
 
 
 def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
