@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import STACK_VARIABLES, environment, left_of, processes_of
 from tests.integration.test_packaging import ray_of_another_environment
+from tests.support.database import lay_tables
 from trinity_sync import Settings, StackError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
 from trinity_sync.stack import embedded, services
@@ -57,6 +58,7 @@ def test_a_stack_whose_ray_ignores_the_token_does_not_run(tmp_path: Path) -> Non
         "PYTHONPATH": str(tmp_path),
     }
     another = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
+    lay_tables(another)
     before = set(psutil.Process().children(recursive=True))
     refused = pytest.raises(StackError, match=r"without its token.*trinity-sync down")
     with environment(own), refused:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.database import lay_tables
 from tests.support.environments import make_environment, pip
 from tests.support.job import Job
 from trinity_sync import Settings
@@ -81,6 +82,7 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
         "PATH": os.pathsep.join([str(stack_environment), os.environ["PATH"]]),
     }
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    lay_tables(Settings(home=tmp_path / "home"))
     try:
         command = ["trinity-sync", "run", "--", client / "python", *ranks, script, root]
         done = call(*command, env=env, cwd=tmp_path)
