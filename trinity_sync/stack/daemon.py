@@ -23,7 +23,7 @@ from trinity_sync.fs.process import is_process_alive, read_process_identity
 
 logger = logging.getLogger(__name__)
 
-POLL_S, TELL_S = 0.1, 10.0
+POLL_S, TELL_S = 0.25, 10.0
 """Seconds between two polls of a daemon that starts, and between two messages about it."""
 ERROR_LINE = re.compile(
     r"error|exception(?! occurred)|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE

@@ -45,10 +45,10 @@ _QUIET = {
     # keep a process for each component of a save, and others for a minute: each uses 0.5% of a core
     "RAY_num_workers_soft_limit": "4",
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
+    "RAY_prestart_worker_first_driver": "0",  # the flow worker starts those that it needs
     "RAY_enable_metrics_collection": "false",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-    # one transaction a second for the states of all tasks, not one for each state (Prefect
-    # rounds the interval down, and flushes without a pause if it is 0)
+    # one transaction a second for the states of all tasks (Prefect rounds down; 0 is no pause)
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "30",
