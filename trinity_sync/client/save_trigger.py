@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 SERVER = "server"
 """File in the folder of a job in the spool with the URL of the server that its trainer uses."""
 UNREQUESTED = "unrequested"
-"""File next to it that says why flow runs cannot be requested now; its saver writes it."""
+"""File next to it that says why flow runs cannot be requested now; its saver writes it, or a worker
+that can start none."""
 CHECK_S = 5.0
 """Seconds to wait for the server's answer in `SaveTrigger.require_stack`."""
 

@@ -14,11 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.client.save_trigger import UNREQUESTED
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.orchestration.pipeline import read_deployments
@@ -305,6 +307,11 @@ def _check_tickets(job: JobSpool) -> Check:
         found = f"{len(sealed)} wait for the job at {root or 'an unknown root'}, which is gone"
         todo = f"restore the job's folder, or delete its images: rm -r {job.folder}"
         return Check(name, "warn", found, todo)
+    with suppress(OSError):
+        why = (job.folder / UNREQUESTED).read_text() if sealed else ""
+        if why:
+            todo = "repair that: they are committed then"
+            return Check(name, "warn", f"{len(sealed)} wait to be persisted: {why}", todo)
     if stale:
         steps = sorted({ticket.step for ticket in stale})
         found = (

@@ -37,6 +37,7 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
+from trinity_sync.stack.doctor import _check_tickets
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -356,6 +357,7 @@ def test_a_worker_that_cannot_start_a_saver_says_why(
         monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__ALLOWED_PATHS", "/elsewhere")
         poll()
     assert f"{why}{job.root} is not below a folder that flows may use on this node" in caplog.text
+    assert f"wait to be persisted: {job.root} is not below" in _check_tickets(job.spool).found
 
 
 def test_the_images_of_another_stack_are_left_to_its_own_worker_for_some_minutes(

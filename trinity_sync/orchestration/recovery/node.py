@@ -15,7 +15,7 @@ from uuid import UUID
 import anyio
 
 from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
-from trinity_sync.client.save_trigger import SERVER
+from trinity_sync.client.save_trigger import SERVER, UNREQUESTED
 from trinity_sync.client.saver_control import (
     OF_WORKER,
     SERVED,
@@ -151,12 +151,13 @@ class NodeRecovery:
                 self._have_served(job, server)
         except (OSError, ValueError, TrinitySyncError) as error:
             warn_once(f"the saves in {job.folder} wait, as this worker starts no saver: {error}")
-            return []
+            with suppress(OSError):  # it has gone, or shared memory is full
+                replace_file(job.folder / UNREQUESTED, str(error), sync=False)
         return waiting
 
     def _have_served(self, job: JobSpool, server: str) -> None:
         """Start a saver for a job whose own is dead, with its umask and this worker's server."""
-        after_s, name = find_saver(job.folder)
+        how, name = find_saver(job.folder)
         usual = name_saver()
         own = (name or usual)[:3] + usual[3:] + OF_WORKER
         made = SaverControl(self._spool, self._home, name=own)
@@ -167,7 +168,7 @@ class NodeRecovery:
                 if name == own:
                     control.wake()
                 else:
-                    control.serve(job.folder.name, after_s)
+                    control.serve(job.folder.name, how)
 
     async def _retry_crashed(self, api: PrefectApi, request: SaveRequest, run_id: UUID) -> None:
         """Retry a crashed run, unless the worker of another node is about to."""
