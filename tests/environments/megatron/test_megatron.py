@@ -419,7 +419,7 @@ def fail_on_one_rank(root: Path) -> None:
         staged = manager.save_checkpoint(actor(root, 2), global_step=2)
     assert bool(staged.failure) == bool(rank)
     assert manager.save_checkpoint(actor(root, 2), global_step=2) is None  # on all ranks
-    saves.close()
+    # not closed, as the commit waits for rank 1's shards in vain
 
 
 def test_what_fails_on_one_rank_does_not_hang_the_others(run: Run, tmp_path: Path) -> None:
