@@ -326,7 +326,8 @@ def _read_settings() -> dict[str, object]:
         "sys.path": [each for each in sys.path if "site-packages" not in each],  # as Ray's import
         "disabled logging": logging.root.manager.disable,
     }
-    of_tests = {*signal.Signals} - {signal.SIGALRM}  # which has pytest's own time-out
+    # pytest's own time-out has the one, and torch's loaders, once in a process, the other
+    of_tests = {*signal.Signals} - {signal.SIGALRM, signal.SIGCHLD}
     found |= {each.name: signal.getsignal(each) for each in of_tests}
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     found |= {name: resource.getrlimit(getattr(resource, name)) for name in limits}

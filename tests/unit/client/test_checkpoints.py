@@ -220,23 +220,20 @@ def test_a_folder_that_does_not_exist_is_refused_and_not_created(tmp_path: Path)
     assert not (tmp_path / "missing").exists()
 
 
-def run(job: Job, *arguments: str, root: bool = True) -> Result:
+def run(job: Job, *arguments: str) -> Result:
     own = {"TRINITY_SYNC_HOME": str(job.root.parent / "home"), "COLUMNS": "200"}
-    given = [str(job.root)] if root else []
-    own |= {} if root else {"TRINITY_SYNC_ROOT": str(job.root)}
-    return CliRunner().invoke(app, ["metrics", *given, *arguments], env=own)
+    return CliRunner().invoke(app, ["metrics", str(job.root), *arguments], env=own)
 
 
-@pytest.mark.parametrize("root", [True, False])
 def test_the_command_records_and_shows_metrics_which_retention_heeds(
-    job: Job, training: CheckpointCoordinator, root: bool
+    job: Job, training: CheckpointCoordinator
 ) -> None:
     save(training, job, 90)
-    assert "has no metrics" in run(job, "30", root=root).stderr
-    assert run(job, "30", "reward=0.9", "eval/kl=1e-2", root=root).exit_code == 0
-    assert run(job, "60", "reward=0.1", root=root).exit_code == 0
-    assert run(job, "latest", "reward=0.2", root=root).exit_code == 0
-    shown = json.loads(run(job, "30", "-o", "json", root=root).stdout)
+    assert "has no metrics" in run(job, "30").stderr
+    assert run(job, "30", "reward=0.9", "eval/kl=1e-2").exit_code == 0
+    assert run(job, "60", "reward=0.1").exit_code == 0
+    assert run(job, "latest", "reward=0.2").exit_code == 0
+    shown = json.loads(run(job, "30", "-o", "json").stdout)
     assert shown["metrics"] == [
         {"step": 30, "name": "eval/kl", "value": 0.01},
         {"step": 30, "name": "reward", "value": 0.9},
