@@ -184,11 +184,11 @@ def list_saves(
         save = entry.run, entry.step, entry.kind
         if found.get(save, (0,))[0] <= entry.attempt:
             found[save] = entry.attempt, entry.at, Facts(told=entry)
-    rows = [look_up(each.save, each) for each in runs]
     asked = {each.save for each in runs}
-    rows += [look_up(save) for save in {**logged, **found} if save not in asked]
-    listed = [row for row in rows if row and step in (None, row.step)]
-    return sorted(listed, key=lambda row: row.since or 0.0, reverse=True)
+    others = [save for save in {**logged, **found} if save not in asked]
+    rows = [look_up(each.save, each) for each in runs if step in (None, each.step)]
+    rows += [look_up(save) for save in others if step in (None, save[1])]
+    return sorted(filter(None, rows), key=lambda row: row.since or 0.0, reverse=True)
 
 
 def _tell(run: FlowRun, known: Entry | None) -> Entry | None:
