@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_collection_modifyitems
+from tests.support.forked import forking
 
 TESTS = """
 import atexit, colorsys, os, signal, subprocess, sys, tempfile, threading
@@ -74,3 +76,13 @@ def test_files_run_in_an_order_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert order_by("7") == order_by("7") != order_by("8")
     assert sorted(order_by("7"), key=order_by("").index) == order_by("")
+
+
+def _has_imported(*names: str) -> bool:
+    return all(name in sys.modules for name in names)
+
+
+def test_processes_are_forked_from_one_that_has_imported_what_they_ask_for() -> None:
+    for name in ("wave", "tabnanny"):
+        with forking(name) as context, ProcessPoolExecutor(1, context) as pool:
+            assert pool.submit(_has_imported, name).result()

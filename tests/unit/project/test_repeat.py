@@ -1,7 +1,12 @@
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests import repeat
 
 TESTS = """
 from pathlib import Path
@@ -41,6 +46,20 @@ def test_a_file_that_cannot_be_imported_fails_the_gate_also_beside_a_flaky_test(
     _, repeated = run_and_repeat(tmp_path, TESTS)
     assert repeated.returncode == 1
     assert "failed twice: test_other.py\n" in repeated.stdout
+
+
+def test_many_failures_in_one_file_as_of_one_fixture_are_repeated_and_in_many_files_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeat, "AT_MOST", 1)
+    passes = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(repeat.subprocess, "run", lambda _: passes)
+    failed = tmp_path / "failed.jsonl"
+    tests = [json.dumps([f"test_{file}", "why"]) for file in ("a.py::one", "a.py::two", "b.py")]
+    failed.write_text("\n".join(tests[:2]))
+    assert repeat.repeat(failed) == 0
+    failed.write_text("\n".join(tests))
+    assert repeat.repeat(failed) == 1
 
 
 def run_and_repeat(folder: Path, tests: str) -> tuple[int, subprocess.CompletedProcess[str]]:
