@@ -41,8 +41,9 @@ class UploadCheck:
     def start(self, tag: VersionTag) -> None:
         """Look at the version with this tag; returns at once."""
         before, self._last[tag.role] = self._last.get(tag.role, -1), tag.step
-        args = tag, before, self._thread
-        thread = threading.Thread(target=self._run, args=args, name="uploads", daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(tag, before, self._thread), name="uploads", daemon=True
+        )
         with hold_handlers(), suppress(RuntimeError):  # no thread can be started
             thread.start()
             self._thread = thread
