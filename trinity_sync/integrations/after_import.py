@@ -7,6 +7,7 @@ is patched at once, others when they are imported.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pkgutil import resolve_name
@@ -16,6 +17,7 @@ from typing import Any
 from trinity_sync.errors import ConfigError
 
 Patch = Callable[[ModuleType], None]
+Call = Callable[..., Any]
 
 
 def patch_after_import(patches: Mapping[str, Patch]) -> None:
@@ -29,6 +31,23 @@ def patch_after_import(patches: Mapping[str, Patch]) -> None:
         if name in sys.modules:
             _apply(patch, sys.modules[name])
     sys.meta_path.insert(0, _PatchingFinder(patches))
+
+
+def wrapper(around: Call) -> Callable[[Call], Call]:
+    """Return a function that wraps another one, with which ``around`` is called as first argument.
+
+    The other arguments are those of the call.
+    """
+
+    @wraps(around)
+    def wrap_function(original: Call) -> Call:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        return call
+
+    return wrap_function
 
 
 def wrap(wrappers: Mapping[str, str], *, within: Sequence[str] = ()) -> Patch:

@@ -10,11 +10,10 @@ of its trainer. So this module wraps the methods of `Trainer` that save and load
 have the callback.
 """
 
-import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from trinity_sync.adapter import PRIVATE_FOLDER, make_run_key
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
+from trinity_sync.integrations.after_import import Call, wrapper
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
     HUGGINGFACE,
@@ -411,62 +411,49 @@ def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
     return found[0] if found else None
 
 
-def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if callback := _find_callback(trainer):  # which requires that there are not two
-            callback.require_saveable(trainer)
-            trial = kwargs.get("trial")
-            callback.use_root_of(None if trial is None else trainer._get_output_dir(trial))
-        return original(trainer, *args, **kwargs)
-
-    return train
+@wrapper
+def _wrap_train(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    if callback := _find_callback(trainer):  # which requires that there are not two
+        callback.require_saveable(trainer)
+        trial = kwargs.get("trial")
+        callback.use_root_of(None if trial is None else trainer._get_output_dir(trial))
+    return original(trainer, *args, **kwargs)
 
 
-def _wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def save_checkpoint(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if callback := _find_callback(trainer):
-            callback.save(trainer)
-        else:
-            original(trainer, *args, **kwargs)
-
-    return save_checkpoint
+@wrapper
+def _wrap_save_checkpoint(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    if callback := _find_callback(trainer):
+        callback.save(trainer)
+    else:
+        original(trainer, *args, **kwargs)
 
 
-def _wrap_load(original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> None:
-        # the names of the parameters are the original's
-        trainer, checkpoint = list(signature.bind(*args, **kwargs).arguments.values())[:2]
-        callback = _find_callback(trainer)
-        ours = callback and callback.find_own_step(checkpoint) is not None
-        of_model = original.__name__ == "_load_from_checkpoint"
-        if ours and of_model:
-            require_fit(trainer.model, Path(checkpoint))
-        with load_shards(trainer) if ours else nullcontext():
-            if not (ours and of_model and load_adapter(trainer.model, checkpoint)):
-                original(*args, **kwargs)
-        if callback and checkpoint:
-            callback.note_loaded(checkpoint)
-
-    return load
+@wrapper
+def _wrap_load(original: Call, *args: Any, **kwargs: Any) -> None:
+    # the names of the parameters are the original's
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    trainer, checkpoint = list(given.values())[:2]
+    callback = _find_callback(trainer)
+    ours = callback and callback.find_own_step(checkpoint) is not None
+    of_model = original.__name__ == "_load_from_checkpoint"
+    if ours and of_model:
+        require_fit(trainer.model, Path(checkpoint))
+    with load_shards(trainer) if ours else nullcontext():
+        if not (ours and of_model and load_adapter(trainer.model, checkpoint)):
+            original(*args, **kwargs)
+    if callback and checkpoint:
+        callback.note_loaded(checkpoint)
 
 
-def _wrap_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def load_best_model(trainer: Any) -> None:
-        callback = _find_callback(trainer)
-        if not callback or callback.find_own_step(trainer.state.best_model_checkpoint) is None:
-            original(trainer)
-        elif callback.load_best(trainer):
-            with load_shards(trainer):
-                if not load_adapter(trainer.model, trainer.state.best_model_checkpoint):
-                    original(trainer)
-
-    return load_best_model
+@wrapper
+def _wrap_load_best_model(original: Call, trainer: Any) -> None:
+    callback = _find_callback(trainer)
+    if not callback or callback.find_own_step(trainer.state.best_model_checkpoint) is None:
+        original(trainer)
+    elif callback.load_best(trainer):
+        with load_shards(trainer):
+            if not load_adapter(trainer.model, trainer.state.best_model_checkpoint):
+                original(trainer)
 
 
 Trainer.train = _wrap_train(Trainer.train)

@@ -22,9 +22,8 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from trinity_sync import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, RootInUseError, SaveError
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.integrations.after_import import rebind
+from trinity_sync.integrations.after_import import Call, rebind, wrapper
 from trinity_sync.integrations.dcp.writer import DcpSaver, StepWriter
 from trinity_sync.storage.dcp_folder import (
     FOLDER_FILE,
@@ -58,8 +57,6 @@ from trinity_sync.storage.dcp_folder import (
 )
 
 logger = logging.getLogger(__name__)
-
-Call = Callable[..., Any]
 
 
 class _Saves:
@@ -235,50 +232,41 @@ def _make_writer(options: dict[str, Any]) -> _FolderWriter | None:
     return _saves.make_writer(folder, name, options.get("planner"))
 
 
-def _wrap_save(save: Call) -> Call:
-    @wraps(save)
-    def save_step(state_dict: Any, *positional: Any, **options: Any) -> Any:
-        writer = None if positional else _make_writer(options)
-        if writer is None:
-            return save(state_dict, *positional, **options)
-        writer.stage(
-            {
-                name: value.state_dict() if isinstance(value, Stateful) else value
-                for name, value in state_dict.items()
-            }
-        )
-        return save({}, storage_writer=writer, process_group=options.get("process_group"))
-
-    return save_step
+@wrapper
+def _wrap_save(save: Call, state_dict: Any, *positional: Any, **options: Any) -> Any:
+    writer = None if positional else _make_writer(options)
+    if writer is None:
+        return save(state_dict, *positional, **options)
+    writer.stage(
+        {
+            name: value.state_dict() if isinstance(value, Stateful) else value
+            for name, value in state_dict.items()
+        }
+    )
+    return save({}, storage_writer=writer, process_group=options.get("process_group"))
 
 
-def _wrap_async_save(save: Call) -> Call:
-    @wraps(save)
-    def save_step(state_dict: Any, **options: Any) -> Any:
-        if not (writer := _make_writer(options)):
-            return save(state_dict, **options)
-        return save(  # in DCP's thread, which only waits
-            state_dict,
-            storage_writer=writer,
-            async_stager=writer,
-            process_group=options.get("process_group"),
-        )
-
-    return save_step
+@wrapper
+def _wrap_async_save(save: Call, state_dict: Any, **options: Any) -> Any:
+    if not (writer := _make_writer(options)):
+        return save(state_dict, **options)
+    return save(  # in DCP's thread, which only waits
+        state_dict,
+        storage_writer=writer,
+        async_stager=writer,
+        process_group=options.get("process_group"),
+    )
 
 
-def _wrap_load(load: Call) -> Call:
-    @wraps(load)
-    def load_step(state_dict: Any, *positional: Any, **options: Any) -> Any:
-        reader = options.get("storage_reader")
-        given: Any = options.get("checkpoint_id") or getattr(reader, "path", None)
-        if (reader is None or type(reader) is FileSystemReader) and _is_folder(given):
-            ours = _FolderReader(given)
-            ours.transforms = getattr(reader, "transforms", ours.transforms)
-            options |= {"storage_reader": ours, "checkpoint_id": None}
-        return load(state_dict, *positional, **options)
-
-    return load_step
+@wrapper
+def _wrap_load(load: Call, state_dict: Any, *positional: Any, **options: Any) -> Any:
+    reader = options.get("storage_reader")
+    given: Any = options.get("checkpoint_id") or getattr(reader, "path", None)
+    if (reader is None or type(reader) is FileSystemReader) and _is_folder(given):
+        ours = _FolderReader(given)
+        ours.transforms = getattr(reader, "transforms", ours.transforms)
+        options |= {"storage_reader": ours, "checkpoint_id": None}
+    return load(state_dict, *positional, **options)
 
 
 def _create_stream(self: FileSystem, path: Path, mode: str) -> Any:

@@ -1,16 +1,15 @@
 """A job's settings from a Trinity config, and the configs that are not supported."""
 
-import functools
 import json
 import uuid
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.after_import import Call, wrapper
 from trinity_sync.integrations.verl.driver import read_forwarded_variables
 from trinity_sync.layout import WriteConcurrency
 from trinity_sync.settings import Settings
@@ -101,32 +100,24 @@ def require_supported(config: Any) -> None:
         )
 
 
-def wrap_get_envs(original: Callable[[Any], dict[str, str]]) -> Callable[[Any], dict[str, str]]:
+@wrapper
+def wrap_get_envs(original: Call, config: Any) -> dict[str, str]:
     """Wrap Trinity's ``get_envs``: add the environment variables of trinity_sync."""
-
-    @functools.wraps(original)
-    def get_envs(config: Any) -> dict[str, str]:
-        return original(config) | read_forwarded_variables()
-
-    return get_envs
+    return original(config) | read_forwarded_variables()
 
 
 _newest: list[weakref.ref[Any]] = []
 """The newest sample strategy of this process, which is the trainer's."""
 
 
-def wrap_sample_strategy_init(original: Callable[..., None]) -> Callable[..., None]:
+@wrapper
+def wrap_sample_strategy_init(original: Call, strategy: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap Trinity's ``SampleStrategy.__init__``: record the trainer's for `read_position`.
 
     The trainer is a Ray actor, whose methods cannot be changed once plugins are loaded.
     """
-
-    @functools.wraps(original)
-    def __init__(strategy: Any, *args: Any, **kwargs: Any) -> None:
-        _newest[:] = [weakref.ref(strategy)]
-        original(strategy, *args, **kwargs)
-
-    return __init__
+    _newest[:] = [weakref.ref(strategy)]
+    original(strategy, *args, **kwargs)
 
 
 def read_position(step: int) -> bytes | None:

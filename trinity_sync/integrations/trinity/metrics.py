@@ -4,10 +4,11 @@ The trainer's monitor logs a step after its save. An explorer counts steps of it
 logs is recorded for the version of the weights that it has measured.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.integrations.after_import import Call, wrapper
 from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.integrations.verl.driver import LOGGED, open_metrics
 
@@ -15,27 +16,24 @@ VERSION = "rollout/model_version"
 """Metric with which an explorer logs the version, before the evaluations of that version."""
 
 
-def wrap_get_monitor(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@wrapper
+def wrap_get_monitor(original: Call, name: Any) -> Any:
     """Wrap ``MONITOR.get``: instances of the class that it returns also record what they log."""
+    theirs = original(name)
+    if theirs is None:
+        return None
 
-    def get(name: Any) -> Any:
-        theirs = original(name)
-        if theirs is None:
-            return None
+    class Monitor(theirs):  # type: ignore[misc, valid-type]
+        def __init__(self, *, role: str, config: Any, **named: Any) -> None:
+            super().__init__(role=role, config=config, **named)
+            is_trainer = role == config.trainer.name
+            self._record = LOGGED.note_logged if is_trainer else ExplorerLog(config).note_logged
 
-        class Monitor(theirs):  # type: ignore[misc, valid-type]
-            def __init__(self, *, role: str, config: Any, **named: Any) -> None:
-                super().__init__(role=role, config=config, **named)
-                is_trainer = role == config.trainer.name
-                self._record = LOGGED.note_logged if is_trainer else ExplorerLog(config).note_logged
+        def log(self, data: Mapping[str, Any], step: int, *args: Any, **named: Any) -> None:
+            super().log(data, step, *args, **named)
+            self._record(step, data)
 
-            def log(self, data: Mapping[str, Any], step: int, *args: Any, **named: Any) -> None:
-                super().log(data, step, *args, **named)
-                self._record(step, data)
-
-        return Monitor
-
-    return get
+    return Monitor
 
 
 class ExplorerLog:

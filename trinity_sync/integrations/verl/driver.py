@@ -15,7 +15,7 @@ import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import attaching_folder, refuse_url, step_folder
 from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.after_import import Call, replace_attributes, wrapper
 from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign
@@ -39,30 +40,27 @@ WAIT = "async_calls_finalize_fn_exec"
 """Method that veRL's trainers call before each step, and with ``blocking`` after the last one."""
 
 
-def wrap_find_latest_ckpt_path(original: Callable[..., str | None]) -> Callable[..., str | None]:
+@wrapper
+def wrap_find_latest_ckpt_path(
+    original: Call, path: str | None, directory_format: str = "global_step_{}"
+) -> str | None:
     """Wrap veRL's ``find_latest_ckpt_path``: wait for saves in flight, return committed steps."""
-
-    @functools.wraps(original)
-    def find_latest_ckpt_path(
-        path: str | None, directory_format: str = "global_step_{}"
-    ) -> str | None:
-        if path is None or directory_format != "global_step_{}":
-            return original(path, directory_format)
-        refuse_url(path)
-        if not Path(path).is_dir():
-            return original(path, directory_format)
-        with closing(CheckpointCoordinator(path)) as saves:
-            newest = saves.latest()
-        named = read_latest_pointer(path, "checkpoint")
-        saved_by_verl = named is not None and is_foreign(step_folder(path, named))
-        if newest is None or saved_by_verl:
-            return original(path, directory_format)
-        return str(newest)
-
-    return find_latest_ckpt_path
+    if path is None or directory_format != "global_step_{}":
+        return original(path, directory_format)
+    refuse_url(path)
+    if not Path(path).is_dir():
+        return original(path, directory_format)
+    with closing(CheckpointCoordinator(path)) as saves:
+        newest = saves.latest()
+    named = read_latest_pointer(path, "checkpoint")
+    saved_by_verl = named is not None and is_foreign(step_folder(path, named))
+    if newest is None or saved_by_verl:
+        return original(path, directory_format)
+    return str(newest)
 
 
-def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@wrapper
+def wrap_save_checkpoint(original: Call, trainer: Any) -> None:
     """Wrap a trainer's ``_save_checkpoint``: its own files first, then workers, then callbacks.
 
     The workers' path names the folder of those files, in `attaching_folder`, and rank 0 attaches
@@ -70,34 +68,29 @@ def wrap_save_checkpoint(original: Callable[[Any], None]) -> Callable[[Any], Non
 
     If veRL saves because its instance expires soon (ESI), the wrapper waits for the commit.
     """
-
-    @functools.wraps(original)
-    def _save_checkpoint(trainer: Any) -> None:
-        if not _saves_here(trainer.config.actor_rollout_ref.actor):
-            return original(trainer)
-        async_save = "actor_rollout_ref.actor.checkpoint.async_save"
-        OmegaConf.update(trainer.config, async_save, True, force_add=True)
-        groups = [trainer.actor_rollout_wg]
-        if trainer.use_critic and _saves_here(trainer.config.critic):
-            groups.append(trainer.critic_wg)
-        deferred: list[Callable[[], Any]] = []
-        with ExitStack() as meanwhile:
-            for group in groups:
-                meanwhile.enter_context(_defer_calls(group, "save_checkpoint", deferred))
-            if callback := getattr(trainer, "checkpoint_callback", None):
-                folder = step_folder(trainer.config.trainer.default_local_dir, trainer.global_steps)
-                own = {"checkpoint_dir": str(folder)}
-                meanwhile.enter_context(_defer_calls(callback, "on_save", deferred, own))
-            meanwhile.enter_context(_redirect_files(trainer.config.trainer))
-            original(trainer)
-        for call in deferred:
-            call()
-        root = Path(trainer.config.trainer.default_local_dir).resolve()
-        LOGGED.note_saved(trainer.global_steps, open_metrics(root).record)
-        if _expires_soon(trainer):
-            getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
-
-    return _save_checkpoint
+    if not _saves_here(trainer.config.actor_rollout_ref.actor):
+        return original(trainer)
+    async_save = "actor_rollout_ref.actor.checkpoint.async_save"
+    OmegaConf.update(trainer.config, async_save, True, force_add=True)
+    groups = [trainer.actor_rollout_wg]
+    if trainer.use_critic and _saves_here(trainer.config.critic):
+        groups.append(trainer.critic_wg)
+    deferred: list[Callable[[], Any]] = []
+    with ExitStack() as meanwhile:
+        for group in groups:
+            meanwhile.enter_context(_defer_calls(group, "save_checkpoint", deferred))
+        if callback := getattr(trainer, "checkpoint_callback", None):
+            folder = step_folder(trainer.config.trainer.default_local_dir, trainer.global_steps)
+            own = {"checkpoint_dir": str(folder)}
+            meanwhile.enter_context(_defer_calls(callback, "on_save", deferred, own))
+        meanwhile.enter_context(_redirect_files(trainer.config.trainer))
+        original(trainer)
+    for call in deferred:
+        call()
+    root = Path(trainer.config.trainer.default_local_dir).resolve()
+    LOGGED.note_saved(trainer.global_steps, open_metrics(root).record)
+    if _expires_soon(trainer):
+        getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
 
 
 Record = Callable[[int, dict[str, float]], object]
@@ -135,15 +128,13 @@ LOGGED = LoggedMetrics()
 """Of the trainer of this process."""
 
 
-def wrap_log(original: Callable[..., None]) -> Callable[..., None]:
+@wrapper
+def wrap_log(
+    original: Call, tracking: Any, data: Mapping[str, Any], step: int, *args: Any, **named: Any
+) -> None:
     """Wrap ``log`` of veRL's ``Tracking``: metrics of saved steps count in retention policies."""
-
-    @functools.wraps(original)
-    def log(tracking: Any, data: Mapping[str, Any], step: int, *args: Any, **named: Any) -> None:
-        original(tracking, data, step, *args, **named)
-        LOGGED.note_logged(step, data)
-
-    return log
+    original(tracking, data, step, *args, **named)
+    LOGGED.note_logged(step, data)
 
 
 @functools.lru_cache(maxsize=1)
@@ -162,16 +153,12 @@ def open_metrics(root: Path) -> MetricsLog:
     return MetricsLog(root, find_run)
 
 
-def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def wrap_fit(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a trainer's ``fit``: return once all saves are committed, or raise `SaveFailedError`."""
-
-    @functools.wraps(original)
-    def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(trainer, *args, **kwargs)
-        getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
-        return result
-
-    return fit
+    result = original(trainer, *args, **kwargs)
+    getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
+    return result
 
 
 def add_wait_method(worker: type) -> None:
@@ -193,40 +180,36 @@ def add_wait_method(worker: type) -> None:
     setattr(worker, WAIT, register(dispatch_mode=Dispatch.ONE_TO_ALL)(wait))
 
 
-def wrap_get_ppo_ray_runtime_env(original: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+@wrapper
+def wrap_get_ppo_ray_runtime_env(original: Call, config: Any = None) -> dict[str, Any]:
     """Wrap veRL's ``get_ppo_ray_runtime_env``: add the environment variables of trinity_sync.
 
     These are the key of the run, which is new at each launch and the same for actor and critic; the
     roles of a checkpoint; the root, for the back end of the weight transfer; settings that are not
     secret; and the switch itself.
     """
-
-    @functools.wraps(original)
-    def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
-        environment = original(config)
-        variables = environment.setdefault("env_vars", {})
-        ours = read_forwarded_variables()
-        ours.setdefault("TRINITY_SYNC_RUN_KEY", uuid.uuid4().hex)
-        if config is not None:
-            root = config.trainer.default_local_dir
-            refuse_url(root)
-            named, folder = ours.get(ROOT), Path(root).resolve()
-            if named and Path(named).resolve() != folder:
-                raise ConfigError(
-                    f"{ROOT} is {named}, and trainer.default_local_dir is {root}: the weights of "
-                    f"this training would be published into another job. Unset {ROOT}, or set both "
-                    "to one folder"
-                )
-            ours[ROOT] = str(folder)  # workers have other folders
-            if "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
-                ours["TRINITY_SYNC_ROLES"] = "actor,critic"
-        given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
-        modules = [name for name in given if name and name != SWITCH]
-        ours["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, SWITCH])
-        variables.update(ours)
-        return environment
-
-    return get_ppo_ray_runtime_env
+    environment = original(config)
+    variables = environment.setdefault("env_vars", {})
+    ours = read_forwarded_variables()
+    ours.setdefault("TRINITY_SYNC_RUN_KEY", uuid.uuid4().hex)
+    if config is not None:
+        root = config.trainer.default_local_dir
+        refuse_url(root)
+        named, folder = ours.get(ROOT), Path(root).resolve()
+        if named and Path(named).resolve() != folder:
+            raise ConfigError(
+                f"{ROOT} is {named}, and trainer.default_local_dir is {root}: the weights of "
+                f"this training would be published into another job. Unset {ROOT}, or set both "
+                "to one folder"
+            )
+        ours[ROOT] = str(folder)  # workers have other folders
+        if "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
+            ours["TRINITY_SYNC_ROLES"] = "actor,critic"
+    given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+    modules = [name for name in given if name and name != SWITCH]
+    ours["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, SWITCH])
+    variables.update(ours)
+    return environment
 
 
 NOT_FORWARDED = ("TRINITY_SYNC_NODE", CONFIG, STACK_PREFIX)
@@ -282,21 +265,13 @@ def _redirect_files(config: Any) -> Iterator[None]:
         config.default_local_dir = root
 
 
-@contextmanager
 def _defer_calls(
     owner: Any, name: str, calls: list[Callable[[], Any]], changed: dict[str, Any] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Collect the calls of a method within the block, with changed arguments, and make none."""
-    method, own = getattr(owner, name), name in vars(owner)
+    method = getattr(owner, name)
 
     def defer(*args: Any, **kwargs: Any) -> None:
         calls.append(lambda: method(*args, **kwargs | (changed or {})))
 
-    setattr(owner, name, defer)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)
+    return replace_attributes(owner, **{name: defer})

@@ -9,10 +9,8 @@ imported, since ``-m verl.trainer.sft_trainer`` runs it as the program. So the w
 for commits is on the function with which it destroys the process group.
 """
 
-import functools
 import logging
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch.distributed as dist
 
 from trinity_sync.adapter import attaching_folder, broadcast_from_rank_0, step_folder
 from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.after_import import Call, wrapper
 from trinity_sync.integrations.verl.driver import LOGGED, get_manager
 
 logger = logging.getLogger(__name__)
@@ -29,71 +28,59 @@ _saving: list[Any] = []
 """Managers of this process that have submitted a step."""
 
 
-def wrap_save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
+@wrapper
+def wrap_save_checkpoint(original: Call, handler: Any, step: int) -> None:
     """Wrap a handler's ``save_checkpoint``: dataloader position first, the engine's save last."""
-
-    @functools.wraps(original)
-    def save_checkpoint(handler: Any, step: int) -> None:
-        if not _uses_trinity_sync(handler):
-            return original(handler, step)
-        manager = get_manager(handler.engine)
-        if manager not in _saving:
-            _saving.append(manager)
-            if handler.default_hdfs_dir and handler.rank == 0:
-                logger.warning(
-                    "nothing is copied to trainer.default_hdfs_dir=%s, since steps are committed "
-                    "later; to copy committed steps, set the job's remote: trinity-sync jobs set",
-                    handler.default_hdfs_dir,
-                )
-        attaching = attaching_folder(Path(handler.default_local_dir).resolve())
-        name = broadcast_from_rank_0(attaching, lambda: uuid.uuid4().hex)
-        folder = step_folder(attaching / name, step)
-        # at the end of an epoch none: resumed from there, veRL would skip the next one
-        if handler.is_mp_src_rank_with_outputs and step % len(handler.train_dataloader):
-            folder.mkdir(parents=True, exist_ok=True)
-            position = folder / f"data_{handler.dp_rank}.pt"
-            torch.save(handler.train_dataloader.state_dict(), position)
-        dist.barrier()  # rank 0 attaches the files of all ranks
-        handler.engine.save_checkpoint(
-            local_path=str(folder), global_step=step, max_ckpt_to_keep=handler.max_ckpt_to_keep
-        )
-        if handler.rank == 0:
-            LOGGED.note_saved(step, manager.record_metrics)
-
-    return save_checkpoint
+    if not _uses_trinity_sync(handler):
+        return original(handler, step)
+    manager = get_manager(handler.engine)
+    if manager not in _saving:
+        _saving.append(manager)
+        if handler.default_hdfs_dir and handler.rank == 0:
+            logger.warning(
+                "nothing is copied to trainer.default_hdfs_dir=%s, since steps are committed "
+                "later; to copy committed steps, set the job's remote: trinity-sync jobs set",
+                handler.default_hdfs_dir,
+            )
+    attaching = attaching_folder(Path(handler.default_local_dir).resolve())
+    name = broadcast_from_rank_0(attaching, lambda: uuid.uuid4().hex)
+    folder = step_folder(attaching / name, step)
+    # at the end of an epoch none: resumed from there, veRL would skip the next one
+    if handler.is_mp_src_rank_with_outputs and step % len(handler.train_dataloader):
+        folder.mkdir(parents=True, exist_ok=True)
+        position = folder / f"data_{handler.dp_rank}.pt"
+        torch.save(handler.train_dataloader.state_dict(), position)
+    dist.barrier()  # rank 0 attaches the files of all ranks
+    handler.engine.save_checkpoint(
+        local_path=str(folder), global_step=step, max_ckpt_to_keep=handler.max_ckpt_to_keep
+    )
+    if handler.rank == 0:
+        LOGGED.note_saved(step, manager.record_metrics)
 
 
-def wrap_find_latest_checkpoint(original: Callable[..., str | None]) -> Callable[..., str | None]:
+@wrapper
+def wrap_find_latest_checkpoint(original: Call, handler: Any) -> str | None:
     """Wrap a handler's ``_find_latest_checkpoint``: rank 0 searches and broadcasts the result.
 
     It searches even if there is no folder yet, since steps may be in a remote.
     """
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-    @functools.wraps(original)
-    def _find_latest_checkpoint(handler: Any) -> str | None:
-        from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
-
-        if not _uses_trinity_sync(handler):
-            return original(handler)
-        root = Path(handler.default_local_dir)
-        return broadcast_from_rank_0(root, lambda: find_latest_ckpt_path(str(root)))
-
-    return _find_latest_checkpoint
+    if not _uses_trinity_sync(handler):
+        return original(handler)
+    root = Path(handler.default_local_dir)
+    return broadcast_from_rank_0(root, lambda: find_latest_ckpt_path(str(root)))
 
 
-def wrap_destroy_global_process_group(original: Callable[[], None]) -> Callable[[], None]:
+@wrapper
+def wrap_destroy_global_process_group(original: Call) -> None:
     """Wrap veRL's ``destroy_global_process_group``: wait for all commits first.
 
     The wrapped function raises `SaveFailedError` if a save failed.
     """
-
-    @functools.wraps(original)
-    def destroy_global_process_group() -> None:
-        while _saving:
-            _saving.pop().wait_on_save_thread()
-        original()
-
-    return destroy_global_process_group
+    while _saving:
+        _saving.pop().wait_on_save_thread()
+    original()
 
 
 def _uses_trinity_sync(handler: Any) -> bool:
