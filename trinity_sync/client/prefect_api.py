@@ -135,9 +135,7 @@ class PrefectApi(PrefectConnection):
     ) -> FlowRun:
         """Create a flow run that is due now, or return the one that has its idempotency key.
 
-        Args:
-            fields: `SaveRequest.flow_run`: ``parameters``, ``idempotency_key``, ``name``, ...
-            deployment: Name of the deployment, as ``flow/deployment``.
+        ``fields`` are those of `SaveRequest.flow_run`.
 
         Raises:
             RequestRefusedError: the server will never accept the request.

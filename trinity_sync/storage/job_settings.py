@@ -115,11 +115,7 @@ _KEEPS_ALL = {"keep": "all", "keep_weights": "all", "keep_quarantine": "all"}
 
 
 def read_job_settings(root: str | Path) -> JobSettings:
-    """Read the settings of a job; while the file is torn, those that keep all steps.
-
-    Args:
-        root: the job's root.
-    """
+    """Read the settings of a job; while the file is torn, those that keep all steps."""
     return msgspec.convert(read_set_job_settings(root), describe(JobSettings))
 
 
@@ -161,15 +157,10 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
-    """Change settings of a job; those that are not named stay as they are.
+    """Change settings of a job, whose root exists, and return all; others stay as they are.
 
-    Args:
-        root: the job's root, which exists.
-        changes: values by name, as in `JobSettings`; None restores the default. Texts are converted
-            to the type of the setting.
-
-    Returns:
-        The settings of the job.
+    ``changes`` has values by name, as in `JobSettings`; None restores the default. Texts are
+    converted to the type of the setting.
 
     Raises:
         ConfigError: a name is unknown, or a value has a wrong type.

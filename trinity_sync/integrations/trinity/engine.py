@@ -24,12 +24,7 @@ class NoMonitor:
 
     @classmethod
     def get_actor(cls, *_: Any, **__: Any) -> None:
-        """Return None: there is no monitor.
-
-        Args:
-            _: not used.
-            __: not used.
-        """
+        """Return None: there is no monitor."""
 
 
 class Engine(theirs.VERLTrainer):
@@ -49,11 +44,7 @@ class Engine(theirs.VERLTrainer):
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
     ) -> None:
-        """Submit the step.
-
-        Args:
-            block_until_saved: wait until all saves are committed.
-            save_as_hf: also write the model in Hugging Face format, after the commit.
+        """Submit the step; a model ``save_as_hf`` is exported after the commit.
 
         Raises:
             SaveFailedError: a save failed, if ``block_until_saved``.

@@ -44,11 +44,7 @@ class Job:
 
     @classmethod
     def from_config(cls, config: Any, *, critic: bool) -> "Job":
-        """Return the job of a new run.
-
-        Args:
-            config: Trinity's config, validated by Trinity.
-            critic: whether a critic is trained.
+        """Return the job of a new run, which may train a critic, by Trinity's validated config.
 
         Raises:
             ConfigError: the config is not supported.

@@ -34,12 +34,9 @@ class TrinitySynchronizer(Synchronizer):
 
     @classmethod
     def get_actor(cls, config: Any = None, namespace: str | None = None, **other: Any) -> Any:
-        """Return the job's Synchronizer; with a config, start it if there is none.
+        """Return the job's Synchronizer; with Trinity's config, start it if there is none.
 
-        Args:
-            config: Trinity's config; without it, the actor is only looked up.
-            namespace: Ray namespace, instead of the config's.
-            other: arguments of `Synchronizer.get_actor`.
+        Without, the actor is only looked up, in ``namespace``.
 
         Raises:
             ConfigError: trinity_sync does not support the config, or another job's Synchronizer is
@@ -93,14 +90,6 @@ class TrinitySynchronizer(Synchronizer):
         """Wait as `Synchronizer` does, and lease a committed step until the explorer's next call.
 
         Trinity's explorer loads the step by itself, within ``sync_timeout``, without a lease.
-
-        Args:
-            current_version: step of the version that the explorer has.
-            no_wait: return at once.
-            explorer: name of the explorer; by default the one in the settings.
-
-        Returns:
-            Step of the newest version.
         """
         name = explorer or self._settings.explorer
         if lease := self._leases.pop(name, None):

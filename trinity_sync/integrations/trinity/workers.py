@@ -34,14 +34,7 @@ class ActorWorker(TrinityActorRolloutRefWorker):
         save_as_hf: bool = False,
         position: bytes | None = None,
     ) -> None:
-        """Submit the step; older steps are removed after its commit.
-
-        Args:
-            local_path: ``<root>/global_step_<N>/actor``.
-            global_step: training step, the N of the path.
-            save_as_hf: also write the model in Hugging Face format, after the commit.
-            position: the trainer's position in its data, committed with the step.
-        """
+        """Submit the step, of ``<root>/global_step_<N>/actor``, and the trainer's data position."""
         if position is not None and dist.get_rank() == 0:
             self._coordinator.attach(POSITION, position, step=global_step)
         with self._save_hf_checkpoint_if_requested(save_as_hf):
@@ -51,12 +44,7 @@ class ActorWorker(TrinityActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_state_dict(self, local_path: str, global_step: int = 0) -> None:
-        """Submit the weights for a sync through commits.
-
-        Args:
-            local_path: ``<root>/global_step_<N>/actor``.
-            global_step: training step, the N of the path.
-        """
+        """Submit the weights for a sync through commits."""
         engine = self.actor.engine
         fsdp_save_state_dict(engine, local_path, global_step, self._coordinator, self.logger)
 
