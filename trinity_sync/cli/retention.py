@@ -1,6 +1,5 @@
 """Commands that keep and remove steps: prune, pin, unpin, metrics, rewind."""
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +64,7 @@ def prune(
 
     settings, job = read_settings(), read_job_settings(require_existing(root))
     rules = Rules.of_job(job, keep=keep, keep_weights=keep_weights, keep_quarantine=keep_quarantine)
-    plan = plan_prune(root, rules, time.time())
+    plan = plan_prune(root, rules)
     if not dry_run:
         if not yes and (plan.removed or plan.quarantine):
             if is_text(output):

@@ -6,7 +6,6 @@ An outcome is what a function has returned or raised, in a form that can always 
 import logging
 import os
 import pickle
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +80,7 @@ def prune(
     def prune_one(each: Path) -> RemovalPlan | str:
         try:
             rules = Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights)
-            plan = plan_prune(each, rules, now.timestamp() if now else time.time())
+            plan = plan_prune(each, rules, now.timestamp() if now else None)
             if dry_run:
                 return plan
             done = prune_root(each, plan, spool=settings.spool, recycle=stack.io.reuse_files)

@@ -238,7 +238,7 @@ def copy_missing_steps(root: str, step: int, url: str) -> RemovalPlan:
     try:
         if replicate_missing(Path(root), url) is not None:
             rules = Rules.of_remote(read_job_settings(root), url)
-            return prune_remote(root, url, rules, time.time(), just_copied=step)
+            return prune_remote(root, url, rules, just_copied=step)
     except (TrinitySyncError, OSError) as error:
         logger.error(
             "step %d of %s is committed; cannot copy all that %s lacks, or prune it. The next save "
@@ -274,7 +274,7 @@ def prune_after_commit(request: SaveRequest, writing: NodeWriting, spool: Path) 
     """
     keep = _find_policy(request, read_run_head(request.root, request.run, request.step))
     rules = Rules.of_job(read_job_settings(request.root), keep=keep)
-    plan = plan_prune(request.root, rules, time.time(), just_committed=request.step)
+    plan = plan_prune(request.root, rules, just_committed=request.step)
     return prune(request.root, plan, spool=spool, recycle=writing.reuse_files)
 
 

@@ -16,6 +16,8 @@ from trinity_sync.layout import Kind
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 PERIODS = {"hourly": 3600, "daily": 86400, "weekly": 7 * 86400}
+BY_TIME = {"newer", *PERIODS}
+"""Words that go by the times of commits."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,25 @@ class Policy:
     terms: tuple[Term, ...] = field(compare=False)
     """What each word keeps."""
 
-    def keeps(self, steps: Sequence[StepInfo], now: float) -> dict[int, str]:
+    @property
+    def goes_by_time(self) -> bool:
+        """Whether clocks decide what it keeps."""
+        return any(word.partition("=")[0] in BY_TIME for word in self.words)
+
+    def keeps(self, steps: Sequence[StepInfo], now: float | str) -> dict[int, str]:
         """Return the steps to keep, each with the reasons.
 
         ``steps`` are valid, of one type (checkpoints, or syncs), oldest first. ``now`` is in
-        seconds since the epoch.
+        seconds since the epoch, or the reason why no age is known: a policy that goes by time then
+        keeps all.
 
         Raises:
             ConfigError: no step has the metric that a word names.
         """
+        if isinstance(now, str):
+            if self.goes_by_time:
+                return {each.step: now for each in steps}
+            now = 0.0
         kept: dict[int, str] = {}
         for term in self.terms:
             for step, why in term(steps, now).items():

@@ -33,6 +33,7 @@ from trinity_sync.retention.removal import (
     describe_steps,
     make_step_info,
     plan_removals,
+    read_now,
 )
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
@@ -59,19 +60,20 @@ LINKED = "its folder is a symbolic link; remove it by hand"
 
 
 def plan_prune(
-    root: str | Path, rules: Rules, now: float, *, just_committed: int | None = None
+    root: str | Path, rules: Rules, now: float | None = None, *, just_committed: int | None = None
 ) -> RemovalPlan:
     """Plan which steps of a root, and which folders in quarantine, no policy keeps.
 
-    ``now`` is in seconds since the epoch. The step ``just_committed``, whose save requests this, is
-    kept.
+    ``now`` is in seconds since the epoch, None for `read_now`. The step ``just_committed``, whose
+    save requests this, is kept.
 
     Raises:
         ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
     """
     steps = describe_steps(RootSteps(root), just_committed=just_committed)
-    quarantine = list_prunable_quarantine(root, rules.quarantine, now)
-    return replace(plan_removals(steps, rules, now), quarantine=tuple(quarantine))
+    at = read_now(Path(root), steps, rules) if now is None else now
+    quarantine = list_prunable_quarantine(root, rules.quarantine, at)
+    return replace(plan_removals(steps, rules, at), quarantine=tuple(quarantine))
 
 
 def prune(
@@ -205,11 +207,11 @@ def _empty_trash(root: Path, *, keep: int) -> None:
             remove_folder(root, folder, keep=keep)
 
 
-def list_prunable_quarantine(root: str | Path, policy: Policy, now: float) -> list[str]:
+def list_prunable_quarantine(root: str | Path, policy: Policy, now: float | str) -> list[str]:
     """Return the sorted names of the folders in quarantine that a policy does not keep.
 
     For the policy, such as ``newer=30d`` or ``last=2``, a folder counts as a step of its time;
-    ``now`` is in seconds since the epoch.
+    ``now`` is that of `Policy.keeps`.
     """
     folders = list_paths(quarantine_folder(root), "*")
     ages = [

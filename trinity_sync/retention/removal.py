@@ -10,14 +10,17 @@ each of its kinds is valid.
 """
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
-from trinity_sync.errors import ConfigError, ManifestError
+from trinity_sync.errors import ConfigError, ManifestError, warn_once
+from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy, refuse_metrics
 from trinity_sync.snapshot.job_identity import read_identity
@@ -36,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 JUST_COMMITTED = "its save, just committed, removes the others"
 GONE = "it is gone"
+CLOCKS_DIFFER_S = 300.0
+"""Seconds by which two clocks differ that are not both right."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,31 @@ class Rules:
             ConfigError: the policy of the job is invalid.
         """
         return cls(parse_policy(job.remote_keep if url.rstrip("/") == job.remote else "all"), ALL)
+
+
+def read_now(
+    root: Path, steps: Sequence[StepInfo], rules: Rules, clock: Callable[[], float] = time.time
+) -> float | str:
+    """Return the time to which the ages of steps count, in seconds since the epoch.
+
+    It is a text, the reason to remove nothing by age, if the clock of this node is not that of the
+    root's file system, or if a step was committed in the future.
+    """
+    now = clock()
+    if not any(each.goes_by_time for each in (rules.checkpoints, rules.syncs, rules.quarantine)):
+        return now
+    apart = abs(now - read_file_system_time(root))
+    last = max(steps, key=lambda each: each.committed_at, default=None)
+    if apart > CLOCKS_DIFFER_S:
+        what = f"the clocks of this node and of the file system are {apart / 60:.0f} min apart"
+    elif last and last.committed_at > now + CLOCKS_DIFFER_S:
+        at = datetime.fromtimestamp(last.committed_at, UTC)
+        what = f"step {last.step} was committed in the future, at {at:%F %T} UTC"
+    else:
+        return now
+    why = f"no age is known: {what}; correct the clock that is wrong"
+    warn_once(f"{root}: {why}")
+    return why
 
 
 @dataclass(frozen=True)
@@ -127,8 +157,8 @@ def make_step_info(
     )
 
 
-def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float) -> RemovalPlan:
-    """Return the steps to remove, and why the others are kept; ``now`` is seconds since the epoch.
+def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float | str) -> RemovalPlan:
+    """Return the steps to remove, and why the others are kept; ``now`` is that of `Policy.keeps`.
 
     These steps are kept whatever the policies say: the newest valid step of each kind, which a
     training resumes from and a reader loads, the newest without values that are not finite, steps

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -355,6 +356,15 @@ def test_the_newest_copies_stay_and_the_one_just_made(
     )
     assert [each.step for each in done.removed] == [2]
     assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
+
+
+def test_no_age_removes_a_copy_once_a_step_was_committed_in_the_future(job: Job, url: str) -> None:
+    for step in (1, 2):
+        commit_files(job.root, step, at=time.time() + (step - 1.5) * 1e6)
+        replicate(job.root, url, step)
+    newer = Rules(parse_policy("newer=1d,last=1"), ALL)
+    assert prune_remote(job.root, url, newer).removed == ()
+    assert len(prune_remote(job.root, url, newer, time.time()).removed) == 1
 
 
 @pytest.mark.parametrize("protocol", ["s3", "memory", "file"])

@@ -24,7 +24,13 @@ from trinity_sync.orchestration.on_node import prune_after_commit
 from trinity_sync.retention.policies import ALL, StepInfo, parse_policy
 from trinity_sync.retention.prune import RootSteps, plan_prune
 from trinity_sync.retention.prune import prune as drive
-from trinity_sync.retention.removal import RemovalPlan, Rules, describe_steps, plan_removals
+from trinity_sync.retention.removal import (
+    RemovalPlan,
+    Rules,
+    describe_steps,
+    plan_removals,
+    read_now,
+)
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.ticket import ticket_path
@@ -39,6 +45,7 @@ from trinity_sync.storage.quarantine import quarantine_folder, rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 
+DAY = 86400.0
 SPARE_PATTERN = ".trinity_sync/spare/*"
 
 
@@ -284,6 +291,33 @@ def test_a_policy_of_quarantine_counts_from_when_another_training_began(root: Pa
         policies = Rules(ALL, ALL, parse_policy("newer=1m"))
         drive(root, plan_prune(root, policies, now=now))
         assert len(steps_on_disk(root)) == left
+
+
+@pytest.mark.parametrize("policy", ["newer=1d,last=1", "hourly=1"])
+def test_no_age_removes_anything_once_a_step_was_committed_in_the_future(
+    root: Path, policy: str
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step, at=time.time() - DAY * 3 + DAY * 5 * (step == 2))
+    (quarantine_folder(root) / "20200101T000000Z").mkdir(parents=True)
+    made = plan_prune(root, Rules(parse_policy(policy), ALL, parse_policy("newer=30d")))
+    assert (made.removed, made.quarantine) == ((), ())
+    assert {each.step: "no age is known: step 2 was " in why for each, why in made.kept}[1]
+    assert numbers(plan_prune(root, rules("last=2")).removed) == [1]
+
+
+def test_no_age_removes_anything_while_this_nodes_clock_is_not_the_file_systems(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step, at=time.time() - 10 + step)
+    steps, policies = describe_steps(RootSteps(root)), rules("newer=1d,last=1")
+    for hours in (0, 48, -48):
+        now = read_now(root, steps, policies, lambda ahead=hours * 3600: time.time() + ahead)
+        made = plan_removals(steps, policies, now)
+        assert (len(made.kept), isinstance(now, str)) == (3, hours != 0)
+    assert "this node and of the file system are 2880 min apart" in caplog.text
+    assert numbers(plan_prune(root, policies, time.time() + 2 * DAY).removed) == [1, 2]
 
 
 def test_a_training_that_was_rewound_keeps_its_steps_without_the_one_that_it_went_back_to(
