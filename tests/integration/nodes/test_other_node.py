@@ -92,22 +92,6 @@ def test_readers_on_another_node_share_one_copy(
     assert asked[0] == asked[1]
 
 
-def test_where_a_version_was_overwritten_a_newer_one_or_a_commit_is_taken(
-    job: Job, synchronizer: Any, other_node: str
-) -> None:
-    reader = WeightReader(synchronizer, name="explorer-0")
-    old = publish(synchronizer, job, 1, other_node)
-    publish(synchronizer, job, 2, other_node)
-    with reader.open(old) as view:
-        assert view.version.step == 2
-    job.stage(3, {"model": weights(3)})
-    publish(synchronizer, job, 3, other_node)
-    job.commit(3)
-    for step in (4, 5):  # not published
-        upload(job, step, weights(step))
-    require_has(reader, 3, "checkpoint")
-
-
 @ray.remote(num_cpus=0)
 def upload_there(synchronizer: Any, root: Path, spool: Path, step: int) -> None:
     """What rank 1 of 2 does."""

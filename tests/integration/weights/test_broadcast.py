@@ -13,7 +13,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from trinity_sync.weights.weight_group import (
     WeightGroup,
     WeightGroupHost,
     _create_backend,
-    _environment,
     join_weight_group,
 )
 
@@ -339,24 +337,6 @@ def test_tensors_may_share_one_memory_and_are_freed_at_once(members: Any) -> Non
         assert [(tensor == float(name[1])).all() for name, tensor in taken] == [True] * 8
 
 
-def test_a_version_may_be_numpys_integer(members: Any) -> None:
-    group, (reader,) = members(_version)
-    send_weights([("w", torch.zeros(3))], group, version=np.int64(3))  # type: ignore[arg-type]
-    assert reader.answer() == 3
-
-
-def _version(group: WeightGroup) -> int:
-    return receive_into({"w": torch.zeros(3)}, group)
-
-
-def test_an_error_before_the_first_message_reaches_the_readers(members: Any) -> None:
-    group, (reader,) = members(_take)
-    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
-        send_weights([], group, version="3")  # type: ignore[arg-type]
-    assert "the trainer gave up after 0 tensors of version 3: TypeError" in str(reader.answer())
-    assert group.broken
-
-
 def _leave(group: WeightGroup) -> None:
     with suppress(WeightSyncError), receive_weights(group):
         group.close()
@@ -405,18 +385,6 @@ def test_a_reader_that_does_not_take_all_tensors_fails_the_broadcast(
     with pytest.raises(WeightSyncError, match=f"rank 1 gave up: {why}"):
         send_weights(sent, group, version=3, bucket_bytes=BUCKET)
     assert why.rpartition(": ")[2] in str(reader.answer())
-
-
-def test_a_trainer_that_cannot_gather_its_weights_raises_at_once(members: Any) -> None:
-    group, (reader,) = members(_take)
-
-    def absent() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.zeros(3)
-        raise WeightSyncError("no such weight")
-
-    with pytest.raises(WeightSyncError, match=r"^no such weight$"):
-        send_weights(absent(), group, version=3)
-    assert "the trainer gave up after 0 tensors" in str(reader.answer())
 
 
 class _SlowStore:
@@ -468,15 +436,6 @@ def test_a_failed_member_is_noticed_through_the_store(members: Any) -> None:
     with pytest.raises(WeightSyncError, match=r"rank 0 of 2 .*: rank 1 gave up: its disk"):
         send_weights([("w", torch.zeros(3))], group, version=3)
     assert reader.answer() is None
-
-
-def test_environment_variables_of_a_group_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BROADCAST_SET", "before")
-    monkeypatch.delenv("BROADCAST_UNSET", raising=False)
-    with _environment({"BROADCAST_SET": "1", "BROADCAST_UNSET": "1"}):
-        assert os.environ["BROADCAST_SET"] == os.environ["BROADCAST_UNSET"] == "1"
-    assert os.environ["BROADCAST_SET"] == "before"
-    assert "BROADCAST_UNSET" not in os.environ
 
 
 def _gone_once_connected(port: int) -> None:

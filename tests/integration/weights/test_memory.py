@@ -11,12 +11,11 @@ import torch
 
 from tests.support.job import Job
 from tests.support.waiting import until
-from tests.support.weights import digest, first, train, upload
+from tests.support.weights import upload
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import open_run
-from trinity_sync.weights.actor_registry import ActorRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import write_address
 
@@ -136,15 +135,6 @@ def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> No
     publisher.wait(0)  # each failure is raised once
 
 
-def test_an_incomplete_version_is_dropped_for_a_newer_one(job: Job, synchronizer: Any) -> None:
-    publisher = Publisher(synchronizer, job.root, job.spool)
-    publisher.publish(stage_image(job, 1))  # whose rank 1 never comes
-    for rank in (0, 1):
-        publisher.publish(stage_image(job, 2, rank))
-    publisher.wait(30)
-    assert ray.get(synchronizer.latest.remote()).step == 2
-
-
 def test_added_images_outlive_a_killed_synchronizer(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool)
     publisher.publish(stage_image(job, 3))
@@ -153,21 +143,3 @@ def test_added_images_outlive_a_killed_synchronizer(job: Job, synchronizer: Any)
     publisher.publish(stage_image(job, 3, rank=1))
     publisher.wait(30)
     assert ray.get(synchronizer.latest.remote()).step == 3
-
-
-def test_readers_elsewhere_share_the_copies_of_the_images(job: Job, synchronizer: Any) -> None:
-    here = ray.get_runtime_context().get_node_id()
-    registry = ActorRegistry(synchronizer)
-    registry.node = "elsewhere"
-    readers = [WeightReader(registry, name=f"explorer-{n}") for n in range(2)]
-    states = [first(rank) for rank in range(2)]
-    weights = {name: tensor for of in states for name, tensor in of.items()}
-    for step in (1, 2):
-        for of in states:
-            train(of, step)
-        ray.get(synchronizer.publish.remote(upload(job, step, *states, node=here)))
-        for reader in readers:
-            found = dict(reader.iter_weights())
-            assert digest(found) == digest({name: weights[name] for name in found})
-        asked = [ray.get(synchronizer.get_image_refs.remote(1, step, [0, 1])) for _ in range(2)]
-        assert asked[0] == asked[1]

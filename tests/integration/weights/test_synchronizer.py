@@ -11,16 +11,9 @@ import torch
 
 from tests.integration.conftest import CommitStep
 from tests.integration.weights.conftest import ASK_S, ask
-from tests.support.job import Job
 from tests.support.waiting import until
-from tests.unit.orchestration.test_orphaned_images import (
-    commit_and_die_after_the_manifest,
-    find_orphaned_steps,
-)
 from trinity_sync import ConfigError, Synchronizer, WeightSyncError
-from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.state_files import read_address, read_state
-from trinity_sync.weights.sync_barrier import SyncSettings
 from trinity_sync.weights.versions import ImageRef, Version
 
 
@@ -131,24 +124,6 @@ def test_a_commit_wakes_a_wait_of_the_synchronizer(
     assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
 
 
-def test_a_commit_that_died_after_its_manifest_is_noticed_after_the_recovery(
-    synchronizer: Any, root: Path, job: Job
-) -> None:
-    commit_and_die_after_the_manifest(job, 5)
-    assert find_orphaned_steps(job) == []
-    until(lambda: ask(synchronizer.latest.remote()), "the version", ASK_S)
-    assert ask(synchronizer.latest.remote()) == version(root.resolve(), 5, source="checkpoint")
-
-
-def test_a_commit_without_the_weights_of_the_role_is_no_version(
-    synchronizer: Any, root: Path, commit_step: CommitStep
-) -> None:
-    commit_step(4, kind="state_dict", role="critic")
-    assert ask(synchronizer.wait_newer.remote(0, 0.5)) is None
-    commit_step(5, kind="state_dict")
-    assert ask(synchronizer.wait_newer.remote(0, ASK_S)).step == 5
-
-
 def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> None:
     def add_image(rank: int, role: str) -> Any:
         images = (ImageRef("node", f"/{role}", role, rank, 10),)
@@ -168,33 +143,6 @@ def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> N
     assert [image.slot for image in found.images] == ["/actor", "/actor"]
 
 
-def test_a_wait_ends_by_its_time_out_and_the_next_one_is_served(
-    synchronizer: Any, root: Path
-) -> None:
-    assert ask(synchronizer.wait_newer.remote(0, 0.05)) is None
-    ask(synchronizer.publish.remote(version(root, 1)))
-    assert ask(synchronizer.wait_newer.remote(0, 0.05)) == version(root, 1)
-
-
-def test_a_wait_that_times_out_leaves_the_status_counts_straight(
-    ray_node: None, root: Path, namespace: str
-) -> None:
-    actor = Synchronizer.get_actor(
-        namespace=namespace, root=root, settings=SyncSettings(timeout_s=0.05)
-    )
-    ask(actor.set_trainer_status.remote("running"))
-    for name in ("a", "b"):
-        ask(actor.set_explorer_status.remote("running", explorer=name))
-    for _ in range(3):
-        assert ask(actor.wait_new_model_state_dict.remote(0, explorer="a")) == 0
-        assert ask(actor.ready_to_nccl_sync.remote("explorer", 0, "b")) is None
-        assert ask(actor.ready_to_nccl_sync.remote("trainer", 9)) is None
-    assert ask(actor.get_explorer_status_counts.remote()) == {"running": 2}
-    assert ask(actor.trainer_requires_weight_sync.remote()) is False
-    assert ask(actor.get_latest_model_version.remote()) == 0
-    ray.kill(actor)
-
-
 def test_an_explorer_that_waits_requires_a_sync_until_it_has_a_version(
     synchronizer: Any, root: Path
 ) -> None:
@@ -205,21 +153,6 @@ def test_an_explorer_that_waits_requires_a_sync_until_it_has_a_version(
     ask(synchronizer.publish.remote(version(root, 2)))
     assert ask(waiting) == 2
     assert ask(synchronizer.explorer_requires_sync.remote()) is False
-
-
-@pytest.mark.parametrize("ending", ["no new one", "stopped"])
-def test_an_explorer_is_released_by_a_trainer_without_a_new_version(
-    synchronizer: Any, ending: str
-) -> None:
-    ask(synchronizer.set_trainer_status.remote("running"))
-    waiting = synchronizer.wait_new_model_state_dict.remote(0)
-    require(synchronizer, "explorer", "require_sync")
-    if ending == "stopped":
-        ask(synchronizer.set_trainer_status.remote("stopped"))
-    else:
-        ask(synchronizer.notify_no_new_model_state_dict.remote())
-    assert ask(waiting) == 0
-    assert ask(synchronizer.explorers.remote()) == {"explorer": "running"}
 
 
 def test_a_synchronizer_killed_during_a_run_restarts_with_the_right_version(
@@ -247,21 +180,6 @@ def test_a_restart_does_not_move_the_version_backwards(
     commit_step(10, kind="state_dict")
     until(lambda: ask(synchronizer.latest.remote("checkpoint")), "the commit", ASK_S)
     assert ask(synchronizer.latest.remote()) == version(root, 11)
-
-
-def test_a_resumed_run_never_publishes_a_superseded_later_version(
-    synchronizer: Any, root: Path
-) -> None:
-    open_run(root, "first", 0)
-    for step in (10, 12):
-        ask(synchronizer.publish.remote(version(root, step)))
-    open_run(root, "second", 10)
-    ask(synchronizer.set_trainer_status.remote("running"))
-    assert ask(synchronizer.latest.remote()) == version(root, 10)
-    assert ask(synchronizer.publish.remote(version(root, 14))) is False
-    waiting = synchronizer.wait_newer.remote(12, None)
-    assert ask(synchronizer.publish.remote(version(root, 11, run=2))) is True
-    assert ask(waiting) == version(root, 11, run=2)
 
 
 def test_a_recreated_root_has_none_of_the_old_versions(

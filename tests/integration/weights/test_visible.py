@@ -1,48 +1,13 @@
 """Reports of the versions that readers serve; and a commit that the Synchronizer notices."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.integration.test_cli import run
 from tests.unit.cli.test_output import check_document
-from trinity_sync import Settings
-from trinity_sync.stack.services import StackState
 from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.state_files import write_address
 from trinity_sync.weights.versions import Version
-
-TRAINING = """
-import sys, ray, torch
-from trinity_sync import CheckpointCoordinator, Synchronizer
-
-root = sys.argv[1]
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)  # not the stack's
-synchronizer = Synchronizer.get_actor(root=root)
-ray.get(synchronizer.set_serving.remote("rollout-0", 0))
-waiting = synchronizer.wait_newer.remote(0, 60.0)
-with CheckpointCoordinator(root) as saves:
-    saves.save(4, {"model": {"w": torch.ones(3)}})
-found = ray.get(waiting)
-print(found.step, found.run, found.source)
-ray.kill(synchronizer)
-"""
-
-
-def test_a_commit_of_the_flow_wakes_a_wait_for_weights(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINING, str(root)],
-        env={**os.environ, "TRINITY_SYNC_SPOOL": str(stack_settings.spool)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["4 1 checkpoint"]
 
 
 def serve_version_5_to_one_reader(root: Path) -> None:

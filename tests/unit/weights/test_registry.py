@@ -112,14 +112,6 @@ def test_a_version_is_newer_by_run_and_step(than: int, run: int | None, newer: b
     assert (registry.newer(step_or_version) is not None) == newer
 
 
-def test_a_reader_of_a_superseded_version_waits_for_the_new_run() -> None:
-    registry = registry_of((1, 10), (1, 12))
-    registry.add_runs([Run(1, "key", 0), Run(2, "key", 10)])
-    assert registry.newer(12) is None
-    registry.record(version(2, 11), 5.0)
-    assert registry.newer(12) == version(2, 11)
-
-
 def test_a_reader_of_an_unknown_step_waits_for_a_later_one() -> None:
     assert registry_of((1, 10)).newer(12) is None
     assert VersionRegistry().newer(-1) is None

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -304,21 +302,6 @@ def test_a_reader_never_has_parts_of_two_runs(
     assert have == [record.digest for record in manifest.files]
 
 
-def test_an_open_version_is_unchanged_when_its_step_is_replaced(
-    job: Job, versions: VersionFile, reader: WeightReader
-) -> None:
-    for run in (1, 2):
-        open_run(job.root, str(run), 0)
-        job.stage(1, {"model": weights(run)}, run=run)
-        if run == 1:
-            job.commit(1)
-    target = weights(-1)
-    with reader.open(Version(1, 1, "checkpoint", str(job.root))) as view:
-        job.commit(1, run=2)
-        view.load_into(target)
-    assert set(torch.cat([target["w"], target["b"]]).tolist()) == {1.0}
-
-
 def test_an_open_version_outlasts_retention(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
@@ -336,34 +319,6 @@ def test_an_open_version_outlasts_retention(
     assert prune() == [1]
 
 
-def test_a_root_that_may_only_be_read_is_read_without_a_lease(
-    job: Job, versions: VersionFile, tmp_path: Path
-) -> None:
-    job.commit_states(1, {"model": weights(1)})
-    versions.tell(Version(1, 1, "checkpoint", str(job.root)))
-    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
-    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(job.root)]
-    try:
-        subprocess.run([*alone, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("a process may have no mounts of its own here")
-    script = textwrap.dedent(
-        """
-        import sys
-        from pathlib import Path
-        from tests.support.weights import VersionFile
-        from trinity_sync.weights.reader import WeightReader
-        reader = WeightReader(VersionFile(Path(sys.argv[1])), name="guest", timeout_s=0.1)
-        print(dict(reader.iter_weights())["b"].tolist())
-        """
-    )
-    command = [*alone, sys.executable, "-c", script, str(versions.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "[1.0, 1.0, 1.0]\n"
-    assert f"{job.root} cannot be written by this process" in done.stderr
-    assert "read without a lease, so do not remove them meanwhile" in done.stderr
-
-
 def test_an_older_version_is_never_read(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
@@ -375,16 +330,6 @@ def test_an_older_version_is_never_read(
     versions.tell(old)
     with pytest.raises(WeightSyncError, match="found no version that it can read"):
         loaded(reader)
-
-
-def test_a_resumed_runs_smaller_step_is_newer(
-    job: Job, versions: VersionFile, reader: WeightReader
-) -> None:
-    versions.tell(upload(job, 9, weights(9)))
-    assert loaded(reader) == (9, 9)
-    versions.tell(upload(job, 4, weights(4.5), run=2))
-    assert asyncio.run(reader.wait_newer(timeout_s=60)) == versions.latest()
-    assert loaded(reader) == (4, 4.5)
 
 
 def test_readers_read_on_after_the_trainer_was_killed(
@@ -439,14 +384,6 @@ def test_what_is_read_instead_of_a_lost_runs_version_has_the_name_of_its_own_run
     assert loaded(reader, lost) == (1, 1)
     assert reader.version
     assert reader.version.run_key == "first"
-
-
-def test_an_adapter_alone_is_a_version(publish: Publish, reader: WeightReader) -> None:
-    adapter = {"layer.lora_A.weight": torch.ones(4, 2), "layer.lora_B.weight": torch.zeros(2, 4)}
-    publish(1, adapter)
-    found = dict(reader.iter_weights())
-    assert found.keys() == adapter.keys()
-    assert all(torch.equal(found[name], adapter[name]) for name in adapter)
 
 
 @pytest.fixture

@@ -264,19 +264,6 @@ def test_a_reader_that_opens_without_a_wait_goes_to_the_training_that_began_agai
     reader.close()
 
 
-def test_a_version_removed_with_its_trainer_is_read_from_its_commit(
-    job: Job, registry: FileRegistry
-) -> None:
-    save(job, 3, weights(3))
-    upload(job, 3, weights(3))
-    version = registry.latest()
-    assert found(version) == (1, 3, "memory")
-    for stager in job.stagers.values():
-        stager.close()
-    with WeightReader(registry, name="explorer") as reader, reader.open(version) as view:
-        assert found(view.version) == (1, 3, "checkpoint")
-
-
 def test_a_wait_ends_by_its_time_out(job: Job, registry: FileRegistry) -> None:
     upload(job, 1, weights(1))
     reader = WeightReader(registry, name="explorer")
