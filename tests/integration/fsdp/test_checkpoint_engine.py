@@ -4,9 +4,6 @@ import asyncio
 import errno
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -121,15 +118,6 @@ def test_a_tensor_is_valid_until_the_next_is_taken(trainer: Engine, rollout: Eng
     assert [each.unique().tolist() for each in receive(rollout, 1).values()] == [[0], [1], [2]]
 
 
-def test_tensors_are_read_where_they_are(trainer: Engine, rollout: Engine) -> None:
-    send(trainer, 1)
-
-    async def addresses() -> set[int]:
-        return {t.untyped_storage().data_ptr() async for _, t in rollout.get_weights() if t.numel()}
-
-    assert len(asyncio.run(addresses())) == 1
-
-
 def test_other_ranks_only_walk_the_generator(root: Path, rollout: Engine) -> None:
     other = Engine(root=root)
     weights = iter(weights_of(1).items())
@@ -137,15 +125,6 @@ def test_other_ranks_only_walk_the_generator(root: Path, rollout: Engine) -> Non
     assert next(weights, None) is None
     with pytest.raises(WeightSyncError, match="nothing is published"):
         cached(rollout)
-
-
-def test_a_late_rollout_gets_the_newest(trainer: Engine, rollout: Engine) -> None:
-    send(trainer, 1)
-    assert same(cached(rollout), weights_of(1))
-    for step in (2, 3, 4):
-        send(trainer, step)
-    assert same(cached(rollout), weights_of(4))
-    assert asyncio.run(rollout.newest_step()) == 4
 
 
 def test_a_step_that_is_gone_is_refused_instead_of_another(
@@ -161,20 +140,6 @@ def test_a_step_that_is_gone_is_refused_instead_of_another(
     assert same(cached(rollout, 2), weights_of(2))
 
 
-def test_a_version_is_not_overwritten_while_it_is_read(trainer: Engine, rollout: Engine) -> None:
-    async def read_slowly() -> Weights:
-        found = {}
-        async for name, tensor in rollout.get_weights():
-            newer = 2 + len(found)
-            await trainer.send_weights(iter(weights_of(newer).items()), newer)
-            found[name] = tensor.clone()
-        return found
-
-    send(trainer, 1)
-    assert same(asyncio.run(read_slowly()), weights_of(1))
-    assert same(cached(rollout), weights_of(6))
-
-
 def test_a_reader_that_stops_early_holds_nothing(trainer: Engine, rollout: Engine) -> None:
     async def take_one() -> None:
         async with aclosing(rollout.get_weights()) as weights:
@@ -186,19 +151,6 @@ def test_a_reader_that_stops_early_holds_nothing(trainer: Engine, rollout: Engin
         asyncio.run(take_one())
     slots = list(Path(os.environ["TRINITY_SYNC_SPOOL"]).glob("*/rollout.model.*.slot"))
     assert len(slots) == 2
-
-
-def test_the_trainer_killed_in_mid_publication_leaves_the_last_version(
-    root: Path, rollout: Engine
-) -> None:
-    command = [sys.executable, "-m", "tests.environments.verl.publishing", str(root), "4"]
-    environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    died = subprocess.run(command, env=environ, timeout=120)
-    assert died.returncode == -signal.SIGKILL
-    assert same(cached(rollout), weights_of(3))
-    rollout._timeout_s = 0.1
-    with pytest.raises(WeightSyncError, match=r"step 4 .* is not published after"):
-        receive(rollout, 4)
 
 
 def test_a_version_that_cannot_be_published_fails_the_update(
@@ -260,34 +212,6 @@ def test_a_resume_supersedes_what_was_sent_beyond_it(
         assert receive(rollout, step)["weight"].tolist() == [step] * 3
 
 
-def test_the_same_step_again_is_the_same_version(trainer: Engine, rollout: Engine) -> None:
-    for _ in range(2):
-        connect(trainer, rollout)
-        send(trainer, 1)
-        assert same(receive(rollout, 1), weights_of(1))
-
-
-def test_versions_of_a_base_that_no_update_changes_are_named(
-    trainer: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in (1, 2, 3):
-        send(trainer, step, weights_of(0))  # as veRL does of unmerged LoRA
-    trainer._get_sender()._coordinator.wait_all()
-    told = [each.getMessage() for each in caplog.records if "published" in each.getMessage()]
-    assert told == [
-        f"step 2 of {trainer.root} (rank 0) is published, but has the weights of step 1"
-    ]
-
-
-def test_other_weights_under_the_same_step_are_refused(trainer: Engine, rollout: Engine) -> None:
-    send(trainer, 1)
-    changed = weights_of(1)
-    changed["norm.weight"][0] += 1
-    with pytest.raises(ConfigError, match=r"step 1, .* uploaded again with other weights"):
-        send(trainer, 1, changed)
-    assert same(cached(rollout), weights_of(1))
-
-
 def test_fewer_or_more_weights_under_the_same_step_are_refused(trainer: Engine) -> None:
     send(trainer, 1)
     fewer = weights_of(1)
@@ -338,12 +262,6 @@ def test_saves_of_the_same_process_are_of_the_same_run(root: Path, trainer: Engi
     send(trainer, 1)
     with CheckpointCoordinator(root) as saves:
         assert saves.begin() == trainer.prepare()["sender"].run
-
-
-def test_a_coordinator_that_was_there_first_names_the_run(root: Path) -> None:
-    with CheckpointCoordinator(root) as saves:
-        number = saves.begin()
-        assert Engine(is_master=True, root=root).prepare()["sender"].run == number
 
 
 def test_without_a_root_there_is_no_engine() -> None:

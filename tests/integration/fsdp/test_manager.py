@@ -1,7 +1,6 @@
 """What the checkpoint manager saves, what it skips, and what it refuses to load."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,13 +77,6 @@ def test_the_initial_version_can_still_be_saved_as_a_checkpoint(
     assert components(root, 5) == ["extra_state", "metadata", "model", "optim"]
 
 
-def test_a_second_save_of_a_step_is_skipped(new_run: MakeManager, root: Path) -> None:
-    manager = new_run()
-    assert manager.save_checkpoint(path(root, 1), 1) is not None
-    assert manager.save_checkpoint(path(root, 1), 1) is None
-    manager.wait_on_save_thread()
-
-
 def test_a_checkpoint_serves_as_the_sync_of_its_step(new_run: MakeManager, root: Path) -> None:
     manager = new_run()
     manager.save_checkpoint(path(root, 2), 2)
@@ -150,51 +142,6 @@ def test_older_checkpoints_are_removed_once_a_newer_one_is_committed(
     assert find_newest(root).step == 3
     assert manager.previous_saved_paths == [path(root, step) for step in (1, 2, 3)]
     assert manager.max_ckpt_to_keep == 1
-
-
-def test_a_resumed_run_has_the_saved_state_and_saves_on(
-    new_run: MakeManager, root: Path, trained: Trained
-) -> None:
-    first = new_run()
-    first.save_checkpoint(path(root, 1), 1)
-    before = trained.state()
-    trained.step()
-    first.wait_on_save_thread()
-
-    second = new_run()
-    second.load_checkpoint(path(root, 1))
-    assert differences(before, trained.state()) == []
-    trained.step()
-    second.save_checkpoint(path(root, 2), 2)
-    second.wait_on_save_thread()
-    assert read_manifest(root, 2).run == 2
-
-
-@pytest.mark.parametrize("source", ["spool", "disk"])
-def test_the_log_says_where_a_step_was_restored_from(
-    new_run: MakeManager,
-    root: Path,
-    trained: Trained,
-    tmp_path: Path,
-    source: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    trigger = CommitsHere()
-    first = new_run(trigger)
-    first.save_checkpoint(path(root, 1), 1)
-    before = trained.state()
-    first.wait_on_save_thread()
-    trigger.finish()
-    if source == "disk":
-        for note in (tmp_path / "spool").rglob("*.kept"):
-            note.unlink()
-    trained.step()
-    with caplog.at_level(logging.INFO, "trinity_sync"):
-        new_run().load_checkpoint(path(root, 1))
-    assert differences(before, trained.state()) == []
-    said = [record.message for record in caplog.records if "GB from the" in record.message]
-    assert len(said) == 3
-    assert all(f"from the {source}" in message for message in said)
 
 
 def test_contents_decide_what_is_loaded(new_run: MakeManager, root: Path, trained: Trained) -> None:
