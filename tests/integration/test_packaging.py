@@ -103,33 +103,12 @@ def test_the_wheel_puts_nothing_but_trinity_sync_where_it_is_installed(wheel: Pa
     }
 
 
-def test_the_command_starts_from_the_wheel(project: Path, installed: Path) -> None:
-    assert "trinity-sync ls ckpts" in run(project, installed / "trinity-sync", "--help")
-
-
 def test_the_command_of_a_trainers_environment_starts_that_of_the_stack(
     project: Path, installed: Path, without_stack: Path
 ) -> None:
     path = os.pathsep.join([str(without_stack), str(installed), "/usr/bin", "/bin"])
     for command in ("trinity-sync", without_stack / "trinity-sync"):
         assert "trinity-sync ls ckpts" in run(project, "env", command, "--help", PATH=path)
-
-
-def test_without_a_stack_a_command_that_needs_it_says_how_to_install_one(
-    project: Path, without_stack: Path
-) -> None:
-    path = os.pathsep.join([str(without_stack), str(without_stack), "/usr/bin", "/bin"])
-    done = subprocess.run(
-        ["env", "trinity-sync", "jobs", "ls"],
-        env=environment(project, PATH=path),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "trinity-sync jobs ls needs the stack" in done.stderr
-    assert "has the client only" in done.stderr
-    assert 'uv tool install "trinity-sync[stack]"' in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("order", ["client client", "client other client", "client shim client"])

@@ -131,11 +131,7 @@ def require_saved(root: Path, training: subprocess.Popen[str], step: int) -> Non
     assert load_states(root, step, "actor")["model"]["w"][0] == step
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--persistent"], ["--stateful"], ["--method=spawn"], ["--method=spawn", "--persistent"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("options", [["--stateful"], ["--method=spawn", "--persistent"]])
 def test_a_signal_to_the_whole_group_leaves_the_batch_that_the_trainer_waits_for(
     root: Path, tmp_path: Path, options: list[str]
 ) -> None:

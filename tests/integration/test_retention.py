@@ -1,7 +1,6 @@
 """Retention as users meet it: after each save, on a schedule, by hand, and on the command line."""
 
 import json
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.support.leases import acquire_lease
-from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import name_job, steps_on_disk
@@ -79,26 +77,6 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     assert done.name == f"{name_job(root)}: retention"
     assert f"1 steps of `{root}` removed, 2.0 kB" in artifact.description
     assert steps_on_disk(root) == [2, 3]
-
-
-def test_as_days_go_by_the_flow_keeps_one_step_of_each_and_the_youngest(
-    api: Api, root: Path
-) -> None:
-    midnight = datetime(2026, 3, 1, tzinfo=UTC)
-
-    def left_on_day(number: int) -> list[int]:
-        now = (midnight + timedelta(days=number)).isoformat()
-        wanted = {"root": str(root), "keep": "daily=5,newer=1d", "now": now}
-        assert api.ended(api.start(wanted, "retention/retention")).state.is_completed()
-        return steps_on_disk(root)
-
-    for step in range(1, 10):  # every eight hours, for three days
-        commit_files(root, step, at=(midnight + timedelta(hours=8 * (step - 1))).timestamp())
-    assert left_on_day(3) == [1, 4, 7, 8, 9]
-    assert left_on_day(30) == [1, 4, 7, 9]  # the newest stays, however old it is
-    for step in range(10, 14):  # one a day
-        commit_files(root, step, at=(midnight + timedelta(days=20 + step)).timestamp())
-    assert left_on_day(34) == [7, 10, 11, 12, 13]
 
 
 def test_the_flow_is_deployed_with_its_schedule_and_a_form(api: Api) -> None:

@@ -1,7 +1,6 @@
 """Saves through the whole of it: coordinator, Prefect server, warm worker, Ray, disk."""
 
 import asyncio
-import logging
 import os
 import sqlite3
 import subprocess
@@ -119,21 +118,6 @@ def test_a_trainer_on_a_stack_needs_no_package_of_it_no_event_loop_and_no_connec
     require_committed(root, 1)
 
 
-def test_saves_in_a_row_all_commit_in_their_own_state(
-    saves: CheckpointCoordinator, root: Path
-) -> None:
-    weight = torch.zeros(1000)
-    for step in range(1, 5):
-        weight.fill_(step)
-        saves.save(step, {"model": {"w": weight}})
-    weight.fill_(-1)
-    saves.wait_all(120)
-    assert [load(root, step)["w"][0].item() for step in range(1, 5)] == [1, 2, 3, 4]
-    assert find_newest(root).step == 4
-    assert saves.latest() == root / "global_step_4"
-    assert saves.latest_step() == 4
-
-
 def test_saves_leave_no_functions_behind_in_ray(
     saves: CheckpointCoordinator, stack: StackState
 ) -> None:
@@ -159,35 +143,6 @@ def test_saves_leave_no_functions_behind_in_ray(
     assert counts == [counts[0]] * 3
 
 
-def test_a_sync_and_the_checkpoint_of_its_step_write_the_model_once(
-    saves: CheckpointCoordinator, root: Path
-) -> None:
-    first = saves.save(5, {"model": STATE}, kind="state_dict")
-    both = saves.save(5, {"model": STATE, "optim": STATE})
-    again = saves.save(5, {"model": STATE}, kind="state_dict")
-    saves.wait_all(90)
-    assert (first.nbytes > 0, both.nbytes < 2 * first.nbytes, again.nbytes) == (True, True, 0)
-    manifest = require_committed(root, 5)
-    assert manifest.kinds == ("checkpoint", "state_dict")
-    assert [file.component for file in manifest.files] == ["model", "optim"]
-    assert (root / "global_step_5/.full_checkpoint").exists()
-
-
-def test_a_checkpoint_that_holds_no_more_than_its_steps_sync_commits_all_the_same(
-    saves: CheckpointCoordinator, root: Path
-) -> None:
-    for step, pause in ((7, 0.0), (8, 90.0)):
-        saves.save(step, {"model": STATE}, kind="state_dict")
-        if pause:
-            saves.wait_all(pause)
-        assert saves.save(step, {"model": STATE}).components == ("model",)
-        saves.wait_all(90)
-        assert require_committed(root, step).kinds == ("checkpoint", "state_dict")
-        assert torch.equal(load(root, step)["w"], STATE["w"])
-    assert find_newest(root).step == 8
-    until(lambda: not saves.spool.tickets()[0], "the slots to be free again")
-
-
 def test_actor_and_critic_are_one_flow_run_and_one_commit(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:
@@ -204,36 +159,9 @@ def test_actor_and_critic_are_one_flow_run_and_one_commit(
     assert load(root, 6, role="critic")["v"].tolist() == [1, 1, 1]
 
 
-def test_roles_that_are_synced_at_one_step_each_commit(
-    saves: CheckpointCoordinator, root: Path
-) -> None:
-    saves.save(6, {"model": STATE}, kind="state_dict")
-    saves.save(6, {"model": {"v": torch.ones(3)}}, kind="state_dict", role="critic")
-    saves.wait_all(90)
-    assert require_committed(root, 6).roles == ("actor", "critic")
-    assert load(root, 6, role="critic")["v"].tolist() == [1, 1, 1]
-    until(lambda: not saves.spool.tickets()[0], "the slots to be free again")
-
-
 def test_a_role_that_the_job_does_not_have_is_refused(saves: CheckpointCoordinator) -> None:
     with pytest.raises(ConfigError, match="TRINITY_SYNC_ROLES"):
         saves.save(1, {"model": STATE}, role="critic")
-
-
-def test_the_files_of_a_save_function_are_part_of_the_commit(
-    saves: CheckpointCoordinator, root: Path
-) -> None:
-    def write() -> None:
-        folder = root / "global_step_7/actor/huggingface"
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"weights")
-
-    saves.save_async("hf_model", write, 7)
-    saves.save(7, {"model": STATE})
-    saves.wait_all(90)
-    manifest = require_committed(root, 7)
-    assert manifest.find_file("actor/huggingface/model.safetensors").nbytes == 7
-    assert [each.name for each in manifest.callables] == ["hf_model"]
 
 
 def test_saves_by_functions_alone_commit_once_they_are_registered(
@@ -360,23 +288,6 @@ def test_saves_of_one_name_run_one_after_the_other(saves: CheckpointCoordinator)
     assert order == ["first", "second"]
 
 
-def test_a_failed_run_commits_when_it_is_retried(
-    saves: CheckpointCoordinator, root: Path, api: Api
-) -> None:
-    saves.save(15, {"model": STATE})
-    saves.wait_all(90)
-    in_the_way = step_folder(root, 16)
-    in_the_way.touch()
-    saves.save(16, {"model": STATE})
-    with pytest.raises(SaveFailedError, match=r"step 16 .*global_step_16"):
-        saves.wait_all(90)
-    in_the_way.unlink()
-    run = api.ended(api.run_of(key(saves, 16)).id)
-    api.press_retry(run)
-    until(lambda: read_manifest(root, 16), "the commit of the retried run")
-    require_committed(root, 16)
-
-
 def test_a_save_that_a_later_run_has_superseded_leaves_no_files(
     saves: CheckpointCoordinator, root: Path
 ) -> None:
@@ -419,16 +330,6 @@ def test_asking_twice_is_one_flow_run(saves: CheckpointCoordinator, api: Api) ->
     asyncio.run(saves.register_and_monitor(17, checkpoint_thread_count=1))
     saves.wait_all(90)
     assert api.run_of(key(saves, 17))  # exactly one
-
-
-def test_waiting_can_be_limited(
-    saves: CheckpointCoordinator, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.ERROR):
-        saves.save(18, {"model": {"w": torch.zeros(10_000_000)}})
-        with pytest.raises(SaveTimeoutError, match="step18"):
-            saves.wait_all(0.01)
-    saves.wait_all(120)
 
 
 def test_a_save_that_no_worker_begins_is_committed_by_the_saver_and_its_run_says_so(

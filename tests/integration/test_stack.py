@@ -33,7 +33,6 @@ from trinity_sync.orchestration.deploy import (
     open_client,
 )
 from trinity_sync.orchestration.recovery.node import NodeRecovery
-from trinity_sync.orchestration.worker import HEARTBEAT_S
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.job_identity import job_id
@@ -75,21 +74,6 @@ def test_the_server_asks_for_the_password_in_the_file_that_up_names(
     file = stack_settings.home / services.PASSWORD_FILE
     user, _, password = file.read_text().partition(":")
     assert httpx.post(url, json={}, auth=(user, password)).status_code == 200
-
-
-def test_up_twice_is_one_stack(stack: StackState, stack_settings: Settings) -> None:
-    first = embedded.up(stack_settings)
-    assert first == embedded.find(stack_settings)
-    assert embedded.up(stack_settings) == first
-
-
-def test_everything_runs_and_the_worker_is_online(
-    stack: StackState, stack_settings: Settings
-) -> None:
-    found = embedded.status(stack_settings)
-    assert [each.state for each in found.services] == ["running"] * 3
-    assert found.workers_online
-    assert found.waiting_runs == 0
 
 
 def test_a_running_stack_keeps_its_settings_and_says_which_are_others_now(
@@ -219,10 +203,6 @@ def test_deploying_twice_is_each_automation_once_and_one_that_was_paused_stays_s
             deploy.deploy(StackSettings(), stack.api_url)
             client.resume_automation(watch().id)
             client.pause_automation(watch(CORRUPTED_AUTOMATION).id)
-
-
-def test_a_run_gives_several_heartbeats_before_it_counts_as_silent() -> None:
-    assert StackSettings().worker.heartbeat_timeout.total_seconds() >= 3 * HEARTBEAT_S
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
