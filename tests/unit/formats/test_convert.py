@@ -162,16 +162,6 @@ def test_conjugate_and_negative_views_have_the_same_values_everywhere(
         require_loaded(reader.load_into)
 
 
-def test_pytorchs_own_tool_makes_one_file_of_it(job: Job, trained: Trained, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    commit(job, trained.states)
-    to_dcp(job.root, STEP, tmp_path / "out")
-    dcp_to_torch_save(tmp_path / "out", tmp_path / "one.pt")
-    found = torch.load(tmp_path / "one.pt")
-    assert same(found["model"], dict(trained.model.state_dict()))
-
-
 @pytest.mark.parametrize("world_size", [2, 7])
 def test_there_and_back_is_the_same_bit_for_bit(
     job: Job, trained: Trained, tmp_path: Path, world_size: int

@@ -295,20 +295,6 @@ def test_a_disk_that_is_full_is_an_os_error_and_the_version_before_stays(
     assert same(FolderReader(tmp_path / "out").load(), small(3))
 
 
-def test_a_delta_is_a_small_part_of_the_model(tmp_path: Path) -> None:
-    trained = models.tiny(50_000, dtype="bfloat16")
-    trained.save_pretrained(tmp_path / "model")
-    folder = WeightFolder(tmp_path / "out", tmp_path / "model", deltas=1)
-    large = dict(trained.state_dict())
-    sizes = []
-    for step in (1, 2):
-        large["model.embed_tokens.weight"].view(-1).view(torch.int16)[step::1000] ^= 1
-        published = folder.publish(StateView(step, large))
-        sizes.append(sum(path.stat().st_size for path in published.folder.glob("*.safetensors")))
-    assert sizes[1] < sizes[0] / 100
-    assert same(FolderReader(tmp_path / "out").load(), large)
-
-
 def test_tensors_of_another_dtype_than_before_are_published_complete(
     tmp_path: Path, model: Path
 ) -> None:
@@ -318,14 +304,6 @@ def test_tensors_of_another_dtype_than_before_are_published_complete(
         state = {name: tensor.to(dtype) for name, tensor in small(step).items()}
         assert folder.publish(StateView(step, state)).base is None
         assert same(reader.load(), state)
-
-
-def test_a_restarted_publisher_goes_on_with_a_complete_version(tmp_path: Path, model: Path) -> None:
-    for step in (1, 2):
-        published = WeightFolder(tmp_path / "out", model, deltas=9).publish(
-            StateView(step, small(step))
-        )
-        assert (published.version, published.base) == (step, None)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailed
 from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.integrations.dcp.planned_file import describe_structure
-from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.layout import step_folder
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.leases import list_leases
@@ -214,33 +214,6 @@ def test_planners_that_cache_plans_save_what_each_role_has_gained(coordinator_of
             assert same(found, state), (step, role)
 
 
-def test_a_file_holds_nothing_of_what_was_in_its_slot_before(saves: CheckpointCoordinator) -> None:
-    saver, state = DcpSaver(saves), odd_state()
-    for step, each in enumerate((state, {"w": torch.rand(9999)}, {"w": torch.rand(9999)}, state)):
-        save(saver, step, each).result(30)
-    digests = [
-        [file.digest for file in require_committed(saves.root, step).files if "distcp" in file.path]
-        for step in (0, 3)
-    ]
-    assert digests[0] == digests[1]
-
-
-def test_a_later_run_resumes_from_a_step_of_dcp(coordinator_of: Open) -> None:
-    first = coordinator_of(trigger=CommitsHere())
-    for step in (1, 2):
-        save(DcpSaver(first), step, {"w": torch.full((3,), float(step))}).result(30)
-    trigger = CommitsHere()
-    second = coordinator_of(trigger=trigger, run_key="a later run")
-    assert second.latest_step() == 2
-    assert load(second.root, 2, {"w": torch.ones(3)})["w"].tolist() == [2.0] * 3
-    second.resumed_from(2)
-    writer = DcpSaver(second).writer(3, keep=2)
-    dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, async_stager=writer).result(30)
-    trigger.finish()
-    assert [require_committed(second.root, step).run for step in (2, 3)] == [1, 2]
-    assert steps_on_disk(second.root) == [2, 3]
-
-
 def test_saves_that_overlap_all_commit(coordinator_of: Open) -> None:
     slow = CommitsWhenTold()
     saves = coordinator_of(trigger=slow)
@@ -387,18 +360,6 @@ def test_a_reader_loads_after_a_load_that_failed(saves: CheckpointCoordinator) -
     dcp.load(found, storage_reader=reader, no_dist=True)
     assert found["w"].tolist() == [1.0] * 3
     assert list_leases(saves.root) == []
-
-
-def test_roles_are_committed_together(coordinator_of: Open) -> None:
-    saves = coordinator_of(trigger=CommitsHere(), roles=("actor", "critic"))
-    states = {role: {"w": torch.rand(3), "role": role} for role in ("actor", "critic")}
-    futures = [save(DcpSaver(saves, role=role), 5, states[role], no_dist=True) for role in states]
-    for future in futures:
-        future.result(30)
-    for role, state in states.items():
-        found = zeros(state)
-        dcp.load(found, storage_reader=StepReader(saves.root, 5, role=role), no_dist=True)
-        assert same(found, state)
 
 
 def test_a_step_of_dcp_is_verified_and_loaded_with_its_attachments(
