@@ -5,7 +5,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -320,16 +319,6 @@ def test_a_sync_that_is_retried_leaves_the_image_to_the_checkpoint(job: Job) -> 
     assert job.spool.tickets() == ([], [])
 
 
-def test_the_checkpoint_waits_for_the_sync_that_writes_its_model(job: Job) -> None:
-    job.stage(3, {"model": state(1)}, kind="state_dict")
-    job.stage(3, {"optim": state(2)}, also=("model",))
-    sync = threading.Timer(0.1, job.commit, args=(3,), kwargs={"kind": "state_dict"})
-    sync.start()
-    written = job.persist(3, "model", "optim", rank_timeout_s=60)
-    sync.join()
-    assert [bool(file.temporary) for file in written] == [False, True]
-
-
 def test_roles_are_committed_together_or_not_at_all(job: Job) -> None:
     job.roles = ("actor", "critic")
     job.stage(2, {"model": state(1)})
@@ -377,16 +366,6 @@ def test_a_truncated_image_is_named_with_step_role_and_rank(job: Job) -> None:
     with pytest.raises(ImageError, match=r"step 4, role actor, rank 0 .*truncated: 100 of"):
         job.commit(4)
     assert find_newest(job.root) is None
-
-
-def test_a_corrupted_ticket_is_named_with_its_path(job: Job) -> None:
-    job.stage(4, {"model": state(1)})
-    path = ticket_path(job.spool.tickets()[0][0].slot)
-    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
-    with pytest.raises((TicketError, MissingShardsError), match=r"actor\.model\.rank0|role actor"):
-        job.commit(4)
-    assert find_newest(job.root) is None
-    job.commit_states(6, {"model": state(1)})
 
 
 def test_a_corrupted_ticket_of_another_role_or_rank_is_not_blamed(job: Job) -> None:
@@ -438,20 +417,6 @@ def test_an_image_is_marked_as_failed_with_its_whole_reason_or_with_none(job: Jo
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
-def test_a_full_disk_fails_the_save_and_leaves_the_image_for_a_retry(
-    job: Job, small_disk: Path
-) -> None:
-    job.root = small_disk
-    job.stage(4, {"model": state(1, size=2 << 20)})
-    with pytest.raises(SaveError, match=r"step 4, role actor, rank 0.*No space left") as caught:
-        job.commit(4)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert not list(small_disk.rglob("*.tmp"))
-    assert job.spool.tickets()[0][0].ticket.step == 4
-    assert find_newest(job.root) is None
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
 def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(
     job: Job, small_disk: Path
 ) -> None:
@@ -464,13 +429,6 @@ def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     job.commit(10)
     require_committed(job.root, 10)
-
-
-def test_a_missing_root_is_named(job: Job) -> None:
-    job.stage(4, {"model": state(1)})
-    shutil.rmtree(job.root)
-    with pytest.raises(SaveError, match=r"ckpts is missing"):
-        job.commit(4)
 
 
 def test_a_commit_that_adds_nothing_leaves_the_manifest_as_it_is(job: Job) -> None:
@@ -575,37 +533,6 @@ def test_equal_files_of_a_step_are_one_file(job: Job, runs: list[int]) -> None:
     assert files[1].st_ino == files[2].st_ino != files[0].st_ino
     require_committed(job.root, 4)
     assert [path.name for path in step.rglob(".*")] == [".full_checkpoint"]
-
-
-def test_a_commit_that_died_while_it_named_equal_files_is_repeated(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job.world_size = 2
-    for rank in range(2):
-        job.stage(4, {"model": state(1, 1 << 18)}, rank=rank)
-    written, replace_file = job.persist(4), os.replace
-
-    def die_at_rank_1(path: str, name: str) -> None:
-        if Path(name).name == "model_world_size_2_rank_1.pt":
-            raise KeyboardInterrupt
-        replace_file(path, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", die_at_rank_1)
-        with pytest.raises(KeyboardInterrupt):
-            commit(job.save(4), written)
-    commit(job.save(4), written)
-    require_committed(job.root, 4)
-
-
-def test_a_file_that_was_cut_short_before_it_replaces_another_is_not_committed(job: Job) -> None:
-    job.commit_states(3, {"model": state(1)})
-    job.stage(3, {"model": state(2)}, run=2)
-    written = job.persist(3, run=2)
-    os.truncate(written[0].temporary, 10)
-    with pytest.raises(SaveError, match="changed before its commit"):
-        commit(job.save(3, run=2), written)
-    assert find_newest(job.root).run == 1
 
 
 def test_a_file_that_was_swapped_before_the_commit_is_not_committed(job: Job) -> None:
@@ -916,21 +843,6 @@ def test_a_pinned_step_that_a_later_run_replaces_stays_in_quarantine(
             replaced.rename(folder(job, 40))  # as if by hand, to have it back
 
 
-def test_an_interrupted_quarantine_of_a_step_is_finished_later(job: Job) -> None:
-    open_run(job.root, "first", 0)
-    job.commit_states(10, {"model": state(10)})
-    replacing = job.root / ".trinity_sync/replacing/global_step_10"
-    shutil.copytree(folder(job, 10), replacing)  # as the exchange leaves it
-    open_run(job.root, "second", 0)
-    job.commit_states(10, {"model": state(-10)}, run=2)
-    (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
-    shutil.move(aside / "global_step_10", replacing)
-    (found,) = remove_replaced(job.root)
-    assert "quarantined" in found.why
-    assert (aside / "global_step_10").exists()
-    assert not replacing.exists()
-
-
 def test_a_step_of_another_system_is_quarantined_and_not_mixed_with_the_one_that_replaces_it(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1044,15 +956,3 @@ def test_a_shard_of_the_sync_stays_one_if_a_function_of_the_checkpoint_lists_it(
     receipt = CallableStatus("own", 1, 3, "checkpoint", 0, "1/1", "finished", files=(MODEL,))
     commit(job.save(3), [], [receipt])
     assert read_manifest(job.root, 3).find_file(MODEL).component == "model"
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
-def test_a_read_only_root_fails_the_save_and_is_named(job: Job, small_disk: Path) -> None:
-    job.root = small_disk
-    job.stage(4, {"model": state(1)})
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(SaveError, match=r"step 4, role actor, rank 0.*Read-only file system"):
-        job.commit(4)
-    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    job.commit(4)
-    require_committed(job.root, 4)

@@ -162,15 +162,6 @@ def test_a_lease_waits_for_a_removal_and_then_fails(committed: Job) -> None:
     assert "is not committed" in str(answers[0])
 
 
-def test_a_torn_lease_or_pin_still_holds(committed: Job) -> None:
-    pin(committed.root, 4)
-    lease = acquire_lease(committed.root, 4, "reader")
-    (committed.root / ".trinity_sync/pins/4.json").write_text('{"st')
-    lease.path.write_text("")
-    assert [pin.step for pin in list_pins(committed.root)] == [4]
-    assert [lease.step for lease in list_leases(committed.root)] == [4]
-
-
 def test_what_was_read_is_good_although_its_lease_cannot_be_removed(
     committed: Job, caplog: pytest.LogCaptureFixture
 ) -> None:

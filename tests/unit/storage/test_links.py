@@ -15,10 +15,9 @@ from trinity_sync.retention.prune import LINKED, plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.storage.block_reuse import WORTHWHILE
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
 from trinity_sync.storage.pins import pin
-from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
@@ -147,17 +146,3 @@ def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Pa
     assert list(remove_temporaries(job.root, images=(), busy=(), before=2e10))
     assert not left.exists()
     assert weights(job, 2) == 2.0
-
-
-def test_a_rewind_quarantines_the_link_and_renamed_back_it_counts_again(
-    job: Job, elsewhere: Path
-) -> None:
-    for step in (1, 2):
-        save(job, step, float(step))
-    there = move_away(step_folder(job.root, 2), elsewhere)
-    before = content(there)
-    done = rewind(job.root, 1)
-    assert (done.quarantined, find_newest(job.root).step) == ((2,), 1)
-    assert content(there) == before
-    step_folder(done.folder, 2).rename(step_folder(job.root, 2))
-    assert require_committed(job.root, 2).step == 2

@@ -201,38 +201,6 @@ def test_processes_of_one_run_share_it_and_all_of_them_have_to_end(job: Job, sta
     assert second.do("saves.begin()") == "done"
 
 
-RANK = """
-import sys
-import torch.distributed as dist
-from trinity_sync import CheckpointCoordinator, RootInUseError, Settings
-from trinity_sync.storage import runs as living_run
-living_run.WAIT_S = 0.0
-rank, rendezvous, spool, root = sys.argv[1:]
-dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=2)
-for call in (lambda: saves.load(30), lambda: saves.begin()):
-    saves = CheckpointCoordinator.of_process_group(root, settings=Settings(spool=spool, home=spool))
-    try:
-        call()
-    except RootInUseError as error:
-        print(error, flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_all_ranks_of_a_second_start_are_refused(
-    job: Job, coordinator_of: Open, tmp_path: Path, spool_folder: Path
-) -> None:
-    coordinator_of(run_key="first").save(30, MODEL)
-    job.commit(30)
-    given = [tmp_path / "rendezvous", spool_folder, job.root]
-    ranks = [Program(RANK, rank, *given) for rank in range(2)]
-    said = [rank.end().splitlines() for rank in ranks]
-    assert [len(lines) for lines in said] == [2, 2]
-    running = f"run 1 of {job.root} is still running: process {os.getpid()} ("
-    assert all(running in line for lines in said for line in lines)
-    assert numbers(job) == [(1, 0)]
-
-
 def test_coordinators_that_a_process_makes_one_after_the_other_are_not_refused(
     job: Job, start: Start
 ) -> None:

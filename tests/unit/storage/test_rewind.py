@@ -69,14 +69,6 @@ def test_a_save_in_flight_beyond_the_step_is_refused(trained: Job) -> None:
     assert find_newest(trained.root).step == 20
 
 
-def test_a_run_that_resumes_goes_on_from_the_step(trained: Job) -> None:
-    rewind(trained.root, 20)
-    run = open_run(trained.root, "resumed", 20)
-    commit(trained, 30, run=run.number)
-    assert (find_newest(trained.root).run, find_newest(trained.root).step) == (3, 30)
-    assert read_latest_pointer(trained.root, "checkpoint") == 30
-
-
 def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) -> None:
     open_run(trained.root, "second", 10)
     commit(trained, 12, run=2)
