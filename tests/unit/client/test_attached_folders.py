@@ -21,8 +21,6 @@ from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync.errors import ConfigError, SaveError
 from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, step_folder
-from trinity_sync.remote.download import fetch
-from trinity_sync.remote.upload import replicate
 from trinity_sync.snapshot.stager import Staged, StagePlan
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.verify import VerifiedStep, check_files, choose_files, judge_steps
@@ -111,18 +109,6 @@ def test_a_file_that_others_may_write_into_is_copied_and_stays(
     assert (found.read_bytes(), found.stat().st_nlink) == (b"17", 1)
     assert (verify(job, 4).state, verify(job, 4).wrong) == ("valid", "")
     assert list(attaching_folder(job.root).iterdir()) == []
-
-
-def test_one_that_an_attempt_which_died_has_linked_is_linked_again_and_not_copied(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves, written = coordinator_of(), written_by_other_code(job.root, 4, {"data.pt": b"17"})
-    inode = (written / "data.pt").stat().st_ino
-    saves.attach_written(written, step=4)
-    saves.save(4, MODEL)
-    job.persist(4, "attachments")
-    commit(job, 4)
-    assert (step_folder(job.root, 4) / "data.pt").stat().st_ino == inode
 
 
 def test_one_that_could_not_be_synced_is_in_no_commit_of_a_retry(
@@ -227,21 +213,6 @@ def test_a_commit_that_dies_anywhere_and_is_retried_has_all_of_them(
         if not died:
             break
     assert step > 5
-
-
-def test_a_remote_has_them_and_a_pull_brings_them_back(
-    coordinator_of: Open, job: Job, tmp_path: Path
-) -> None:
-    saves, url = coordinator_of(), f"file://{tmp_path}/remote"
-    saves.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
-    saves.save(4, MODEL)
-    commit(job, 4)
-    (step_folder(job.root, 4) / "beside.pt").write_bytes(b"of no commit")
-    replicate(job.root, url, 4)
-    fetch(url, 4, tmp_path / "back")
-    back = step_folder(tmp_path / "back", 4)
-    assert (back / "data.pt").read_bytes() == b"17"
-    assert not (back / "beside.pt").exists()
 
 
 def test_a_file_system_without_links_has_copies(

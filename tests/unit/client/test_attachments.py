@@ -295,19 +295,6 @@ def test_a_sync_after_its_checkpoint_waits_for_no_rank_that_submits_nothing(
             saves.wait_all(30)
 
 
-def test_with_several_roles_they_go_once(coordinator_of: Open, job: Job) -> None:
-    job.roles = ("actor", "critic", "reference")
-    saves = coordinator_of(roles=job.roles)
-    saves.attach("position", b"17", step=4)
-    for role in job.roles:
-        saves.save(4, MODEL, role=role, overlap=True)
-    saves.wait_staged()
-    sealed = [image.ticket for image in job.spool.tickets()[0]]
-    assert [each.role for each in sealed if each.component == "attachments"] == ["actor"]
-    job.commit(4, "model", "attachments")
-    assert saves.attachment(4, "position") == b"17"
-
-
 def test_a_corrupted_attachment_is_not_given_out(coordinator_of: Open, job: Job) -> None:
     saves = coordinator_of()
     saves.attach("position", b"17", step=4)

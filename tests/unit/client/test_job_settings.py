@@ -59,14 +59,6 @@ def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, spool_fo
         assert read_job_settings(root).keep == "last=3"
 
 
-def test_jobs_next_to_each_other_have_policies_of_their_own(tmp_path: Path) -> None:
-    for name, keep in (("one", "last=1"), ("other", "last=9")):
-        (tmp_path / name).mkdir()
-        set_job_settings(tmp_path / name, {"keep": keep})
-    assert read_job_settings(tmp_path / "one").keep == "last=1"
-    assert read_job_settings(tmp_path / "other").keep == "last=9"
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

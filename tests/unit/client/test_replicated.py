@@ -11,7 +11,7 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
-from trinity_sync.errors import CommitError, ConfigError, MissingShardsError
+from trinity_sync.errors import ConfigError, MissingShardsError
 from trinity_sync.layout import FULL_CHECKPOINT_MARK, shard_file, step_folder
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.snapshot.ticket import list_components
@@ -130,18 +130,6 @@ def test_a_step_is_not_committed_without_that_of_rank_0_or_the_rest_of_another_r
     ranks[0].save(5, states(0), replicated=REPLICATED)
     with pytest.raises(MissingShardsError, match="rank 1"):
         commit(job, 5)
-
-
-def test_another_number_of_ranks_is_refused(
-    ranks: list[CheckpointCoordinator], job: Job, coordinator_of: Open
-) -> None:
-    for rank, saves in enumerate(ranks):
-        saves.save(4, states(rank), replicated=REPLICATED)
-    commit(job, 4)
-    for world_size in (1, 3):
-        other = coordinator_of(world_size=world_size, run_key="other", take_over=True)
-        with pytest.raises(CommitError, match=r"was saved by 2 rank\(s\)"):
-            other.load(4)
 
 
 def test_what_cannot_be_replicated_is_refused(

@@ -155,16 +155,6 @@ def test_an_emergency_save_right_after_a_resume_is_a_whole_checkpoint(
     assert coordinator_of(run_key="third").load(40)["extra_state"] == {"rng": 1}
 
 
-def test_a_checkpoint_of_the_step_that_a_run_began_at_is_not_taken_for_that_of_another_start(
-    saved: Path, coordinator_of: Open, job: Job
-) -> None:
-    second = coordinator_of(run_key="second")
-    loaded = second.load(40)
-    second.save(40, loaded, kind="state_dict")
-    job.commit(40, run=2, kind="state_dict")
-    second.save(40, {**loaded, "extra_state": {"rng": 1}})
-
-
 def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of: Open) -> None:
     saves = coordinator_of()
     saves.save_sync(lambda: None, 10)
