@@ -269,27 +269,6 @@ def test_all_holders_of_a_shared_lock_are_named(tmp_path: Path) -> None:
             pass
 
 
-def test_a_child_of_another_program_that_keeps_a_lock_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    script = """
-        import fcntl, os, sys
-        file = open(sys.argv[1], "w")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fork():
-            os._exit(0)
-        print("ready", os.getpid(), sep="\\n", flush=True)
-        sys.stdin.read()
-        """
-    with running(script, path) as process:
-        assert process.stdout
-        keeper = int(process.stdout.readline())
-        for keep_zombie in (os.WNOWAIT, 0):
-            os.waitid(os.P_PID, process.pid, os.WEXITED | keep_zombie)
-            with pytest.raises(LockTimeoutError) as told, acquire_file_lock(path, limit_s=0):
-                pass
-            assert f"is held by process {keeper} " in str(told.value)
-
-
 def test_the_description_of_an_invisible_holder_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     script = """

@@ -31,7 +31,6 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.fs.atomic import TRUSTED
-from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import MANIFEST, shard_file, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import (
@@ -43,9 +42,7 @@ from trinity_sync.orchestration.job_registry import (
 )
 from trinity_sync.orchestration.on_node import call, persist_share, replicate_step
 from trinity_sync.pipeline.save import Share
-from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
-from trinity_sync.remote.upload import replicate
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import get_job_spool
@@ -56,7 +53,6 @@ from trinity_sync.storage.commit import commit
 from trinity_sync.storage.export_requests import allows_remote_code
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.save_functions import CallableStatus
 from trinity_sync.storage.verify_load import load_newest
@@ -404,25 +400,6 @@ def test_a_password_in_a_url_is_not_repeated() -> None:
         with pytest.raises(CatalogError) as failed, open_catalog(url):
             pass
         assert "hidden" not in str(failed.value)
-
-
-def test_what_others_link_from_the_root_is_not_written_to(job: Job, tmp_path: Path) -> None:
-    job.commit_states(1, {"model": {"w": torch.ones(3)}})
-    replicate(job.root, f"file://{tmp_path}/store", 1)
-    mine, new = tmp_path / "mine", tmp_path / "new"
-    mine.write_text("mine")
-    shard = f"actor/{shard_file('model', 1, 0)}"
-    link = fetching_folder(new) / "global_step_1" / shard
-    link.parent.mkdir(parents=True)
-    link.symlink_to(mine)
-    fetch(f"file://{tmp_path}/store", 1, new)
-    (step,) = load_states(new, 1, "actor").values()
-    assert step["w"].sum() == 3
-    (new / ".trinity_sync" / "commit.lock").unlink()
-    (new / ".trinity_sync" / "commit.lock").symlink_to(mine)
-    with pytest.raises(OSError, match="is not followed; move it away"), acquire_commit_lock(new):
-        pass
-    assert mine.read_text() == "mine"
 
 
 def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_path: Path) -> None:

@@ -106,15 +106,6 @@ def test_a_slot_that_is_removed_before_its_seal_is_not_sealed(job: Job) -> None:
     assert torch.equal(committed(job, 2), state(2)["model"]["w"])
 
 
-def test_one_file_that_was_removed_is_made_again(job: Job) -> None:
-    job.stage(1, state(1))
-    for slot in job.spool.folder.glob("*.slot"):
-        slot.unlink()
-    for step in (2, 3, 4):
-        job.stage(step, state(step))
-    assert torch.equal(committed(job, 4), state(4)["model"]["w"])
-
-
 def test_a_trainer_that_ends_leaves_the_slots_that_have_replaced_its_own(job: Job) -> None:
     job.stage(1, state(1))
     ends = job.stagers.pop(0)

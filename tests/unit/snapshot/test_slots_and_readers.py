@@ -1,16 +1,10 @@
 """Readers share slots with training, and training never waits for one."""
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
-import threading
 from pathlib import Path
 
 import torch
 
-from tests.support.dying import end_of
 from tests.support.job import Job
 from tests.support.weights import upload
 from trinity_sync.snapshot.slot import Slot
@@ -39,12 +33,6 @@ def steps_published(job: Job) -> list[int]:
     return sorted(each.step for each in said if each)
 
 
-def test_an_upload_leaves_an_image_without_a_ticket(job: Job) -> None:
-    upload(job, 1, weights(1))
-    assert job.spool.tickets() == ([], [])
-    assert steps_published(job) == [1]
-
-
 def test_uploads_alternate_between_two_slots_and_the_newest_stays_readable(job: Job) -> None:
     for step in range(1, 6):
         newest = upload(job, step, weights(step))
@@ -71,43 +59,6 @@ def test_a_reading_within_a_reading_does_not_give_the_slot_away(job: Job) -> Non
         upload(job, step, weights(step))
     assert read_version_tag(outer.path).step == 1  # type: ignore[union-attr]
     outer.unlock()
-
-
-def test_a_child_of_a_killed_reader_holds_nothing(job: Job) -> None:
-    (image,) = upload(job, 1, weights(1)).images
-    script = textwrap.dedent(
-        """
-        import os, signal, sys
-        from pathlib import Path
-        from trinity_sync.weights.version_view import SlotReader
-        slot = SlotReader(Path(sys.argv[1]))
-        assert slot.try_lock(sys.argv[2])
-        if os.fork():
-            os.kill(os.getpid(), signal.SIGKILL)
-        print("in the child", flush=True)
-        sys.stdin.read()
-        """
-    )
-    command = [sys.executable, "-c", script, image.slot, image.image]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True) as reader:
-        assert reader.stdout
-        assert reader.stdout.readline() == "in the child\n"
-        assert reader.wait(30) == -signal.SIGKILL
-        for step in range(2, 7):
-            upload(job, step, weights(step))
-        assert len(slots(job)) == 2
-        assert steps_published(job) == [5, 6]
-
-
-def test_a_child_does_not_give_back_what_its_parent_holds(job: Job) -> None:
-    held = mapped(upload(job, 1, weights(1)))
-    before = held.memory.clone()
-    assert end_of(held.unlock) == 0
-    for step in range(2, 7):
-        upload(job, step, weights(step))
-    assert torch.equal(held.memory, before)
-    held.unlock()
 
 
 def test_a_child_that_is_forked_while_its_parent_reads_gives_back_what_it_reads_itself(
@@ -228,24 +179,3 @@ def test_an_image_is_read_while_it_is_written_out(job: Job) -> None:
     job.commit(1)  # and freed while it is read
     assert job.spool.tickets() == ([], [])
     reader.unlock()
-
-
-def test_an_image_has_one_writer_at_a_time(job: Job) -> None:
-    job.stage(1, {"model": weights(1)})
-    ((sealed,), _) = job.spool.tickets()
-    order: list[str] = []
-    began = threading.Event()
-
-    def write() -> None:
-        began.set()
-        with lock_image(sealed.slot):
-            order.append("second")
-
-    second = threading.Thread(target=write)
-    with lock_image(sealed.slot):
-        second.start()
-        began.wait()
-        assert not order
-        order.append("first")
-    second.join()
-    assert order == ["first", "second"]

@@ -135,16 +135,6 @@ def test_weights_are_evicted_for_newer_weights_while_a_checkpoint_waits_for_its_
     assert caplog.text.count("Evicting unsaved image") == 2
 
 
-def test_a_checkpoint_outlives_weights_however_old_it_is(job: Job) -> None:
-    now = [1e10]
-    job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    for step in range(2, 40):  # for 800 seconds nothing is persisted
-        now[0] += 20
-        job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
-    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 39]
-
-
 def test_weights_that_a_checkpoint_shares_outlive_those_of_later_steps(job: Job) -> None:
     now = [1e10]
     job.stagers[0] = Stager(job.spool, slot_wait_s=300, clock=lambda: now[0])
@@ -332,19 +322,6 @@ def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
     assert len(view) == 10
 
 
-def test_a_slot_that_becomes_free_is_taken_before_an_image_is_evicted(job: Job) -> None:
-    patient = Stager(job.spool, slot_wait_s=60)
-    job.stagers[0] = patient
-    for step in (1, 2):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-    committer = threading.Timer(0.05, job.commit, args=(1,))
-    committer.start()
-    staged = job.stage(3, {"model": {"w": torch.zeros(3)}})
-    committer.join()
-    assert staged.waited_s > 0
-    assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
-
-
 def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> None:
     with pytest.raises(SpoolFullError, match=r"TRINITY_SYNC_SPOOL"):
         job.spool.require_room(1 << 60)
@@ -411,15 +388,6 @@ def test_an_evicted_image_leaves_nothing_if_no_other_takes_its_place(job: Job) -
     job.stager().close()
     job.spool.remove_if_unused()
     assert not job.spool.folder.exists()
-
-
-def test_a_job_whose_folder_another_process_removed_at_its_end_saves(job: Job) -> None:
-    stager = job.stager()
-    job.spool.remove_if_unused()
-    assert not job.spool.folder.exists()
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    assert stager is job.stager()
-    assert len(job.spool.tickets()[0]) == 1
 
 
 def test_a_state_that_cannot_be_saved_hands_nothing_over(job: Job) -> None:
