@@ -49,7 +49,7 @@ from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, resolve_step, tag
-from trinity_sync.storage.placement import NodeRanks, NodeShards, read_placement, write_placement
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
@@ -253,14 +253,6 @@ def test_a_lease_taken_on_one_node_holds_on_the_other(root: Path, other: Node) -
     assert removed_by(root, keep_last(1)) == [1]
 
 
-def test_a_pin_made_on_one_node_holds_on_the_other(root: Path, other: Node) -> None:
-    commit_steps(root, 1, 2, 3)
-    pin(root, 3)
-    look_at(root)
-    other.call(pin, root, 1)
-    assert removed_by(root, keep_last(1)) == [2]
-
-
 @pytest.mark.parametrize("claim", [pin, partial(acquire_lease, holder="explorer")])
 def test_the_first_claim_of_a_job_is_seen_by_a_node_that_had_found_none(
     root: Path, other: Node, claim: Callable[..., Any]
@@ -402,16 +394,6 @@ def test_a_commit_of_a_step_on_one_node_is_noticed_on_the_other(
     assert version.step == step
 
 
-def test_a_lease_is_given_for_a_step_that_was_looked_for_before_its_commit(
-    root: Path, other: Node
-) -> None:
-    commit_files(root, 1)
-    other.call(look_at, root)
-    commit_files(root, 2)
-    with other.call(acquire_lease, root, 2, "explorer"):
-        assert [lease.step for lease in list_leases(root)] == [2]
-
-
 def test_a_later_run_on_the_other_node_finds_the_step_that_is_in_its_place(
     root: Path, spool_folder: Path, other: Node
 ) -> None:
@@ -442,16 +424,6 @@ def test_a_step_that_the_other_node_has_committed_again_is_not_removed_by_an_old
     assert [each.step for each in done.removed] == [1]
     assert require_committed(root, 2).run == run
     assert_holds(root, 2, 2.0)
-
-
-def test_a_placement_is_seen_as_soon_as_the_other_node_has_written_it_down(
-    root: Path, other: Node
-) -> None:
-    places = (NodeRanks("two", "/dev/shm/spool", (0,)),)
-    write_placement(root, 1, "run", "critic", places)
-    assert read_placement(root, 1, "run", "actor") is None
-    other.call(write_placement, root, 1, "run", "actor", places)
-    assert read_placement(root, 1, "run", "actor") == list(places)
 
 
 def test_ranks_on_two_nodes_make_one_step(root: Path, spool_folder: Path, other: Node) -> None:

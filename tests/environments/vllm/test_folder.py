@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from tests.environments.vllm.engines import (
@@ -11,7 +10,6 @@ from tests.environments.vllm.engines import (
     generate,
     make_model,
     running_engine,
-    running_server,
 )
 from trinity_sync import CheckpointCoordinator, FolderReader, WeightFolder, WeightReader
 
@@ -48,25 +46,3 @@ def test_vllm_answers_as_transformers_with_each_published_folder(
             assert answers[-1] == expect(policy)
     assert bases == [None, 1, 2, None]
     assert len({str(answer) for answer in answers}) == 4
-
-
-def test_a_vllm_server_reloads_each_published_folder(
-    trainer: CheckpointCoordinator, tmp_path: Path
-) -> None:
-    policy = make_model(0)
-    policy.save_pretrained(tmp_path / "model")
-    folder = WeightFolder(tmp_path / "out", tmp_path / "model")
-    log = tmp_path / "server.log"
-    with (
-        running_server(tmp_path / "model", log, VLLM_SERVER_DEV_MODE="1") as server,
-        WeightReader(root=tmp_path / "ckpts", name="folder") as reader,
-    ):
-        for step in (1, 2):
-            train(policy, step)
-            trainer.upload(step, policy.state_dict)
-            path = str(folder.publish(reader).folder)
-            order = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            for call, body in (("collective_rpc", order), ("reset_prefix_cache", None)):
-                answer = httpx.post(f"{server.url}/{call}", json=body, timeout=60, trust_env=False)
-                assert answer.is_success, answer.text
-            assert server.ask_all(str(tmp_path / "model")) == expect(policy)

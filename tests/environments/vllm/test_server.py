@@ -20,8 +20,7 @@ from tests.environments.vllm.engines import (
     randomize,
     running_server,
 )
-from trinity_sync import CheckpointCoordinator, Checkpoints, WeightSyncError
-from trinity_sync.integrations.canary import check_canary, score_model, score_server, take_canary
+from trinity_sync import CheckpointCoordinator
 from trinity_sync.integrations.vllm import VLLMUpdater
 
 pytestmark = pytest.mark.timeout(600)
@@ -49,24 +48,6 @@ def serving(folder: Path) -> Iterator[Server]:
     backend = '--weight-transfer-config={"backend": "trinity_sync"}'
     with running_server(folder, folder / "server.log", backend, VLLM_SERVER_DEV_MODE="1") as server:
         yield server
-
-
-def test_a_server_that_was_sent_unmerged_weights_does_not_pass_the_canary(
-    server: Server, folder: Path, root: Path
-) -> None:
-    model = make_model(1)
-    score = score_server(server.url, str(folder))
-    with CheckpointCoordinator(root) as saves, VLLMUpdater(server.url, root) as updater:
-        saves.record_metrics(1, take_canary(score_model(model), PROMPTS[::2]))
-        publish(saves, 1, model.state_dict())
-        updater.update()
-        saves.record_metrics(2, take_canary(score_model(randomize(model, 2)), PROMPTS[::2]))
-        publish(saves, 2, randomize(model, 1).state_dict())
-        assert updater.update(min_step=2) == 2  # it does serve what was published
-    steps = Checkpoints(root)
-    assert check_canary(steps.metrics(1), score, PROMPTS[::2]) < 1e-3
-    with pytest.raises(WeightSyncError, match="does not serve what was trained: canary_"):
-        check_canary(steps.metrics(2), score, PROMPTS[::2])
 
 
 @pytest.mark.parametrize("pause", ["wait", "abort", "keep"])
@@ -109,27 +90,6 @@ def test_updates_while_requests_are_in_flight(server: Server, root: Path, pause:
             assert tokens[start:end] == expect_one(model, before, end - start)
 
 
-def test_of_two_updaters_one_is_refused_and_the_step_is_that_of_the_weights(
-    server: Server, root: Path
-) -> None:
-    model, refused = make_model(0), 0
-    with (
-        CheckpointCoordinator(root) as saves,
-        VLLMUpdater(server.url, root) as first,
-        VLLMUpdater(server.url, root) as second,
-        ThreadPoolExecutor(2) as threads,
-    ):
-        for step in range(1, 9):
-            saves.upload(step, randomize(model, step).state_dict)
-            for done in [threads.submit(each.update) for each in (first, second)]:
-                if error := done.exception():
-                    assert "use one updater" in str(error)
-                    refused += 1
-            assert first.get_served_step() == step
-            assert server.ask_all() == expect(make_model(step))
-    assert refused
-
-
 def train_for_ever(root: Path, started: "multiprocessing.synchronize.Event") -> None:
     model = make_model(0)
     with CheckpointCoordinator(root) as saves:
@@ -156,37 +116,3 @@ def test_trainers_killed_while_they_publish_leave_whole_versions(
             trainer.join()
             step = updater.update()
             assert server.ask_all() == expect(make_model(step))
-
-
-def test_a_server_killed_in_the_middle_of_updates_comes_back_with_a_whole_version(
-    folder: Path, root: Path
-) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    started = spawn.Event()
-    trainer = spawn.Process(target=train_for_ever, args=(root, started))
-    trainer.start()
-    try:
-        assert started.wait(60)
-        with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
-            assert updater.get_served_step() is None  # it has the weights of the folder
-            updates = 0
-
-            def update_for_ever() -> None:
-                nonlocal updates
-                while True:
-                    updater.update()
-                    updates += 1
-                    if updates == 20:
-                        killer.start()
-
-            killer = threading.Timer(0.02, server.kill)
-            with pytest.raises(WeightSyncError):
-                update_for_ever()
-            killer.join()
-            assert updates >= 20
-        with serving(folder) as server, VLLMUpdater(server.url, root) as updater:
-            step = updater.update(min_step=2)
-            assert server.ask_all() == expect(make_model(step))
-    finally:
-        trainer.kill()
-        trainer.join()

@@ -20,8 +20,6 @@ from tests.environments.vllm.engines import (
 )
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
-from trinity_sync.settings import Settings
-from trinity_sync.snapshot.ticket import PUBLISHED_SUFFIX
 from trinity_sync.weights.broadcast import send_weights
 from trinity_sync.weights.weight_group import WeightGroupHost
 
@@ -44,32 +42,6 @@ def running(folder: Path, *, tied: bool = False, **options: Any) -> Iterator[Any
         folder, weight_transfer_config={"backend": "trinity_sync"}, **options
     ) as llm:
         yield llm
-
-
-def test_twenty_versions_from_memory(llm: Any, root: Path) -> None:
-    model = make_model(0)
-    with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
-        for step in range(1, 1 + UPDATES):
-            randomize(model, step)
-            publish(saves, step, model.state_dict())
-            assert updater.update(min_step=step) == step
-            assert generate(llm) == expect(model)
-            assert updater.get_served_step() == step
-
-
-def test_twenty_versions_from_commits(
-    llm: Any, stack: Any, stack_settings: Settings, root: Path
-) -> None:
-    model = make_model(0)
-    with CheckpointCoordinator(root) as saves:
-        for step in range(1, 1 + UPDATES):
-            saves.save(step, {"model": randomize(model, step).state_dict()}, kind="state_dict")
-            saves.wait_all(60)
-            for tag in stack_settings.spool.rglob(f"*{PUBLISHED_SUFFIX}"):
-                tag.unlink()  # as on another node, which sees the root alone
-            with VLLMUpdater(llm, root) as updater:
-                assert updater.update() == step
-            assert generate(llm) == expect(model)
 
 
 def test_twenty_broadcasts(llm: Any) -> None:
@@ -142,29 +114,3 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_the_engine_serves_on(
 def test_two_tensor_parallel_workers_load_their_parts_or_none(root: Path, tmp_path: Path) -> None:
     with running(tmp_path / "model", tensor_parallel_size=2) as llm:
         refuses_what_does_not_fit(llm, root)
-
-
-def test_tied_weights_and_a_smaller_dtype(root: Path, tmp_path: Path) -> None:
-    with (
-        running(tmp_path / "model", tied=True, dtype="float16") as llm,
-        CheckpointCoordinator(root) as saves,
-        VLLMUpdater(llm, root) as updater,
-    ):
-        for step in range(1, 4):
-            publish(saves, step, make_model(step, tied=True).state_dict())
-            updater.update(min_step=step)
-            assert generate(llm) == expect(make_model(step, tied=True).half())
-
-
-def test_a_later_run_replaces_a_higher_step(llm: Any, root: Path) -> None:
-    model = make_model(0)
-    with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
-        publish(saves, 9, model.state_dict())
-        assert updater.update() == 9
-        assert updater.update() == 9  # nothing newer: the engine is left alone
-        with pytest.raises(WeightSyncError, match="no version of step 10"):
-            updater.update(min_step=10, timeout_s=0.1)
-    with CheckpointCoordinator(root) as saves, VLLMUpdater(llm, root) as updater:
-        publish(saves, 3, randomize(model, 3).state_dict())
-        assert updater.update() == 3
-        assert generate(llm) == expect(model)
