@@ -135,29 +135,28 @@ def test_commits_removals_and_corruption_that_it_missed_are_seen(url: str, root:
         assert "is corrupted" in list_jobs(engine)[0].steps[0].corruption
 
 
-@pytest.mark.parametrize(
-    "alter",
-    [
-        "steps_1 SET run = 7 WHERE step = 10",
-        "steps_1 SET kinds = 'checkpoint' WHERE step = 10",
-        "steps_1 SET nbytes = 1 WHERE step = 20",
-        "steps_1 SET committed_at = 1 WHERE step = 20",
-        "steps_1 SET corruption = 'cut' WHERE step = 30",
-        'steps_1 SET files = \'{"a": "b"}\' WHERE step = 30',
-        "steps_1 SET metrics = '{}' WHERE step = 10",
-        "jobs_1 SET runs = '{\"1\": 0}'",
-        'jobs_1 SET runs = \'{"1": 0, "2": 10, "3": 30}\'',
-    ],
-)
-def test_each_value_that_differs_from_the_files_is_seen(url: str, root: Path, alter: str) -> None:
+ALTERED = [
+    "steps_1 SET run = 7 WHERE step = 10",
+    "steps_1 SET kinds = 'checkpoint' WHERE step = 10",
+    "steps_1 SET nbytes = 1 WHERE step = 20",
+    "steps_1 SET committed_at = 1 WHERE step = 20",
+    "steps_1 SET corruption = 'cut' WHERE step = 30",
+    'steps_1 SET files = \'{"a": "b"}\' WHERE step = 30',
+    "steps_1 SET metrics = '{}' WHERE step = 10",
+    "jobs_1 SET runs = '{\"1\": 0}'",
+    'jobs_1 SET runs = \'{"1": 0, "2": 10, "3": 30}\'',
+]
+
+
+def test_each_value_that_differs_from_the_files_is_seen(url: str, root: Path) -> None:
     history(root)
     with open_catalog(url) as engine:
-        rebuild(engine, root)
-        with engine.begin() as connection:
-            connection.execute(sa.text(f"UPDATE {alter}".replace(":", r"\:")))
-        assert not is_current(engine, root)
-        rebuild(engine, root)
-        assert is_current(engine, root)
+        for alter in ALTERED:
+            rebuild(engine, root)
+            assert is_current(engine, root)
+            with engine.begin() as connection:
+                connection.execute(sa.text(f"UPDATE {alter}".replace(":", r"\:")))
+            assert not is_current(engine, root), alter
 
 
 def write_five(url: str, root: Path, number: int, begin: Event) -> None:

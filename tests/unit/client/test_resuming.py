@@ -213,16 +213,6 @@ def test_a_folder_of_metadata_without_files_is_no_metadata(
     job.commit(10)
 
 
-def test_an_uploaded_state_that_has_changed_is_staged_again(coordinator_of: Open, job: Job) -> None:
-    saves = coordinator_of()
-    changing = state(10)
-    saves.upload(10, lambda: changing["model"])
-    changing["model"]["w"].data[7] = -1
-    saves.save(10, changing)
-    job.commit(10)
-    assert coordinator_of(run_key="second").load(10)["model"]["w"][7] == -1
-
-
 def test_ranks_and_roles_of_one_run_may_load_or_not_in_any_order(
     saved: Path, coordinator_of: Open, job: Job
 ) -> None:

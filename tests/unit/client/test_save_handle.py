@@ -31,14 +31,6 @@ def test_a_handle_tells_whether_its_save_is_committed(coordinator_of: Open) -> N
     saves.wait_all(0)  # a handle takes no failure, and leaves nothing to wait for
 
 
-def test_a_rank_other_than_0_finds_the_commit_without_waiting(coordinator_of: Open) -> None:
-    ranks = [coordinator_of(rank, 2, trigger=CommitsHere()) for rank in (0, 1)]
-    first, second = (saves.save(4, STATES) for saves in ranks)
-    first.wait(30)
-    assert second.committed
-    second.wait(0)
-
-
 def test_a_save_that_could_not_be_staged_has_failed(coordinator_of: Open) -> None:
     saves = coordinator_of(trigger=CommitsHere())
     saves.save(4, STATES).wait(30)

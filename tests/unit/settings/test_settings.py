@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.retention.policies import format_duration, parse_duration
@@ -168,14 +167,6 @@ def test_a_variable_that_means_nothing_is_an_error_with_the_nearest_name(
     for settings in (Settings, StackSettings):
         with pytest.raises(ConfigError, match=rf"{name} is unknown; did you mean {nearest}\?"):
             settings()
-
-
-def test_a_trainer_with_a_mistyped_variable_does_not_start(
-    root: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRINITY_SYNC_SPOL", "/dev/shm/mine")
-    with pytest.raises(ConfigError, match=r"TRINITY_SYNC_SPOL is unknown.*TRINITY_SYNC_SPOOL\?"):
-        CheckpointCoordinator(root)
 
 
 def test_variables_of_a_service_of_kubernetes_are_no_settings(

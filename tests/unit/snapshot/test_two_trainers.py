@@ -77,14 +77,6 @@ def trainers(job: Job, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer
         trainer.stager.close()
 
 
-def test_each_of_them_saves_its_own_headers(trainers: tuple[Trainer, Trainer]) -> None:
-    for step in range(1, 7):
-        trainer = trainers[step % 2]
-        state = trainer.state(1)  # so a trainer has the same headers at each of its steps
-        trainer.stage(step, state)
-        assert same(trainer.commit(step), state)
-
-
 @pytest.mark.parametrize("trainers", [1, 2], indirect=True, ids=["one slot", "two slots"])
 @pytest.mark.parametrize("seed", range(5))
 def test_each_commit_holds_its_own_run_in_any_order_of_turns(

@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from tests.support.disk import noted_syncs
 from tests.support.job import Job
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.storage.pins import (
@@ -13,7 +12,6 @@ from trinity_sync.storage.pins import (
     list_steps_in_use,
     list_tags,
     pin,
-    pin_ahead,
     resolve_step,
     tag,
     unpin,
@@ -33,21 +31,6 @@ def test_a_pin_holds_until_it_is_removed(committed: Job) -> None:
     assert unpin(committed.root, 4)
     assert not unpin(committed.root, 4)
     assert list_pins(committed.root) == []
-
-
-def test_a_pin_is_removed_durably(committed: Job) -> None:
-    pin(committed.root, 4)
-    with noted_syncs() as durable:
-        unpin(committed.root, 4)
-    assert (committed.root / ".trinity_sync/pins").stat().st_ino in durable
-
-
-def test_a_step_that_is_pinned_before_its_commit_keeps_the_pin_that_it_has(committed: Job) -> None:
-    pin(committed.root, 4, "the paper's")
-    for step in (4, 5):
-        pin_ahead(committed.root, step, "the best so far")
-    found = [(each.step, each.reason) for each in list_pins(committed.root)]
-    assert found == [(4, "the paper's"), (5, "the best so far")]
 
 
 def test_a_tag_names_a_step_and_keeps_it_until_it_is_removed(committed: Job) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.support.job import Job, held
 from tests.support.waiting import until
-from trinity_sync.cli.commands import app
 from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import SaveError
 from trinity_sync.retention.prune import plan_prune, prune
@@ -97,14 +95,6 @@ def test_a_sync_and_the_checkpoint_of_its_step_have_a_timing_each(job: Job) -> N
     assert [timing.kind for timing in found.timings] == ["state_dict", "checkpoint"]
     assert found.timings[1] == first.timings[0] != again.timings[0]
     assert found.timings[1].nbytes == found.nbytes - found.timings[0].nbytes
-
-
-def test_show_says_how_long_the_training_was_held(job: Job) -> None:
-    job.stage(4, dict(STATE))
-    job.commit(4, "model", "optim")
-    shown = CliRunner().invoke(app, ["show", str(job.root), "4"]).output
-    assert "trainer stall actor" in shown
-    assert "slowest rank 0" in shown
 
 
 def test_the_log_of_saves_outlives_a_step_and_survives_torn_lines(job: Job) -> None:
