@@ -1,7 +1,6 @@
 """What `test_lightning.py` runs, each in a process of its own, or on the ranks of one."""
 
 import os
-import pickle
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,21 +291,6 @@ def fit_after_a_resume_that_trains_nothing(tmp_path: Path, spool: Path) -> None:
 class Pickled(CommitsHere):
     def __reduce__(self) -> Any:
         return Pickled, ()
-
-
-def resume_with_a_pickled_callback(tmp_path: Path, spool: Path) -> None:
-    root = tmp_path / "ckpts"
-    saves = saving(tmp_path, spool, trigger=Pickled())
-    fit(Small(), [saves], steps=2)
-    resumed = Small()
-    fit(resumed, [pickle.loads(pickle.dumps(saves))], steps=3, resume=True)
-    assert len(resumed.seen) == 1
-    assert steps_on_disk(root) == [1, 2, 3]
-
-
-def end_with_the_failure_of_a_save(tmp_path: Path, spool: Path) -> None:
-    with pytest.raises(SaveFailedError, match="the disk is full"):
-        fit(Small(), [saving(tmp_path, spool, trigger=Fails())], steps=1)
 
 
 def record_what_a_validation_logs(tmp_path: Path, spool: Path) -> None:

@@ -33,7 +33,7 @@ from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.states import copied, differences
-from tests.trainers.local_saves import TOKENS, Fails, commit_here, make_gpt2, replace_files
+from tests.trainers.local_saves import TOKENS, commit_here, make_gpt2, replace_files
 from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations import huggingface_state, trainer_saves
@@ -52,7 +52,7 @@ from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.manifest import read_manifest, read_run_number
+from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_pins, pin_ahead
 
@@ -423,11 +423,6 @@ def test_a_trainer_without_the_callback_loads_by_the_names_of_its_parameters(
     trainer._load_optimizer_and_scheduler(checkpoint=None)
 
 
-def test_a_hugging_face_training_ends_with_the_failure_of_a_save(callback: MakeCallback) -> None:
-    with pytest.raises(SaveFailedError, match="the disk is full"):
-        hugging_face(callback(trigger=Fails()), stop=2).train()
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -596,21 +591,6 @@ def test_what_trainer_has_saved_before_stays_if_the_best_step_is_not_to_be_loade
     trainer.train()
     assert trainer.state.best_global_step == 2
     assert trainer.state.best_model_checkpoint is None
-
-
-def test_the_best_step_is_pinned_once(
-    tmp_path: Path, callback: MakeCallback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned, read = [], []
-    monkeypatch.setattr(trainer_saves, "pin_ahead", lambda *a: (pinned.append(a[1]), pin_ahead(*a)))
-    monkeypatch.setattr(
-        trainer_saves, "read_manifest", lambda *a, **k: read.append(a[1]) or read_manifest(*a, **k)
-    )
-    trainer, _, _ = evaluated(callback, **LOADS_BEST)
-    trainer.add_callback(At(12, lambda: pinned.append(read[:])))
-    trainer.train()
-    assert pinned == [2, 4, 8, [4, 8]]  # step 2 was not looked at again: step 4 was better
-    assert best_pins(tmp_path / "ckpts") == [8]
 
 
 @pytest.mark.parametrize("lasts", [False, True])

@@ -40,10 +40,6 @@ def test_a_lightning_trainer_resumes_bit_equal_in_mid_epoch(call: Call) -> None:
     call("resume_bit_equal_in_mid_epoch")
 
 
-def test_a_lightning_training_ends_with_the_failure_of_a_save(call: Call) -> None:
-    call("end_with_the_failure_of_a_save")
-
-
 def test_what_a_validation_logs_is_recorded_for_the_saved_step(call: Call) -> None:
     call("record_what_a_validation_logs")
 
@@ -78,10 +74,6 @@ def test_a_callback_begins_a_new_run_after_an_exception(call: Call) -> None:
 
 def test_a_resume_that_trains_nothing_leaves_nothing_to_the_next_fit(call: Call) -> None:
     call("fit_after_a_resume_that_trains_nothing")
-
-
-def test_a_callback_can_be_pickled_after_a_fit(call: Call) -> None:
-    call("resume_with_a_pickled_callback")
 
 
 def test_a_step_in_a_root_that_cannot_be_written_is_validated(
