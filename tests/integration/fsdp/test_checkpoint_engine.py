@@ -15,7 +15,6 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngineWithCache
 
 from tests.conftest import environment
-from tests.environments.verl.publishing import weights_of
 from tests.integration.fsdp.commits import CommitsHere
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightSyncError
 from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine, _Sender
@@ -40,6 +39,18 @@ def trainer(root: Path) -> Engine:
 @pytest.fixture
 def rollout(root: Path) -> Engine:
     return Engine(root=root, timeout_s=30)
+
+
+def weights_of(step: int) -> dict[str, torch.Tensor]:
+    """Some weights that differ at each step in every tensor."""
+    random = torch.Generator().manual_seed(step)
+    return {
+        "embed.weight": torch.randn(64, 32, generator=random).bfloat16(),
+        "norm.weight": torch.randn(32, generator=random).bfloat16(),
+        "gate.weight": torch.randn(8, 32, generator=random),
+        "scale": torch.tensor(float(step)),
+        "nothing": torch.empty(0, 4),
+    }
 
 
 def send(trainer: Engine, step: int | None, weights: Weights | None = None) -> None:

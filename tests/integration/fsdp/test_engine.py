@@ -16,6 +16,7 @@ from transformers import Qwen2ForCausalLM
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
+from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync import (
     CheckpointCoordinator,
     ConfigError,
@@ -142,3 +143,18 @@ def test_an_uploaded_model_is_loaded_without_ray(
 def test_an_engine_that_saves_without_us_cannot_upload() -> None:
     with pytest.raises(ConfigError, match="call use_trinity_sync"):
         fsdp_upload_state_dict(SimpleNamespace(), None, 1, logger)
+
+
+def _start() -> None:
+    from verl.workers.engine.fsdp import FSDPTurboEngineWithLMHead
+
+    import trinity_sync.integrations.verl.switch  # noqa: F401, the switch, as veRL imports it
+    from trinity_sync import ConfigError
+
+    engine = object.__new__(FSDPTurboEngineWithLMHead)  # the package of its modules is not needed
+    with pytest.raises(ConfigError, match="fsdp_turbo is not saved by trinity_sync"):
+        engine._init_device_mesh()
+
+
+def test_the_engine_of_fsdp_turbo_is_refused(tmp_path: Path) -> None:
+    on_ranks(_start, scratch=tmp_path, world_size=1)
