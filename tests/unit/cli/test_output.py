@@ -200,11 +200,6 @@ def test_every_command_with_formats_has_a_document() -> None:
     assert {*find(typer.main.get_command(app))} == declared
 
 
-def test_a_pipe_gets_the_names_of_rows_first(root: Path, home: dict[str, str]) -> None:
-    lines = run(home, "ls", root, "--limit", 2).stdout.splitlines()
-    assert [line.partition("\t")[0] for line in lines] == ["30", "25"]
-
-
 def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
     root: Path, home: dict[str, str]
 ) -> None:
@@ -406,10 +401,6 @@ def test_exit_codes_say_what_happened(
         assert [line.partition(":")[0] for line in text[1:]] == ["hint"] * bool(body["hint"])
 
 
-def test_settings_that_are_wrong_are_an_error_of_usage(root: Path, home: dict[str, str]) -> None:
-    assert run(home | {"TRINITY_SYNC_SLOTS": "9"}, "down").exit_code == 2
-
-
 def test_latest_names_the_newest_checkpoint_and_those_before_it(
     root: Path, home: dict[str, str]
 ) -> None:
@@ -535,15 +526,3 @@ def test_logs_end_without_an_error_as_their_pipe_is_closed(
         tail.stdout.close()
         assert tail.stderr.read() == b""  # of tail: write error: Broken pipe
         assert tail.wait(60) == -signal.SIGPIPE
-
-
-def test_a_key_says_what_its_value_is() -> None:
-    for key, value, shown, plain in (
-        ("bytes", 5_000_000, "5.0 MB", "5000000"),
-        ("seconds", 0.52, "520 ms", "0.520"),
-        ("committed_at", 1.7e9, None, "2023-11-14T22:13:20Z"),
-        ("kind", "state_dict", "weights", "weights"),
-        ("run", None, "-", ""),
-    ):
-        assert write_cell(key, value, on_terminal=False) == plain
-        assert shown in (None, write_cell(key, value, on_terminal=True))

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
-from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.pins import resolve_step, tag
 
 
@@ -61,15 +60,6 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
     assert "step 20 in" in run(root, "export", "hf", root, "best", "--role", "critic").stderr
     assert run(root, "unpin", root, "best").stdout == "unpinned step 20\n"
     assert json_of(root, "rewind", root, "start", "--yes")["quarantined"] == [30, 20]
-
-
-def test_retention_keeps_a_tagged_step_until_its_tag_is_gone(root: Path) -> None:
-    run(root, "prune", root, "--keep", "last=1", "--yes")
-    assert steps_on_disk(root) == [10, 20, 30]
-    assert "tagged best: reward 0.9" in run(root, "prune", root, "--keep", "last=1", "--yes").stdout
-    assert run(root, "unpin", root, "best").exit_code == 0
-    run(root, "prune", root, "--keep", "last=1", "--yes")
-    assert steps_on_disk(root) == [10, 30]
 
 
 def test_the_catalog_knows_tags(root: Path) -> None:

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
-from trinity_sync.catalog.database import open_catalog
-from trinity_sync.catalog.mirror import rebuild
 from trinity_sync.cli.commands import app
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
@@ -138,12 +136,3 @@ def test_reading_and_copying_tell_of_every_byte(job: Job, tmp_path: Path) -> Non
     assert (sent.done, sent.wholes) == (nbytes, {nbytes})
     assert (again.done, again.wholes) == (0, set())
     assert (back.done, back.wholes) == (nbytes, {nbytes})
-
-
-def test_a_rebuild_tells_of_steps(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        commit_files(tmp_path / "ckpts", step)
-    told = Told()
-    with open_catalog(f"sqlite:///{tmp_path / 'catalog.db'}") as engine:
-        rebuild(engine, tmp_path / "ckpts", on_progress=told)
-    assert (told.done, told.wholes) == (3, {3})

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from flows.save import FlowDriver
 from tests.support.answers import server
 from tests.support.hanging import hanging
-from tests.support.job import Job, find_orphaned_saves
+from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
 from tests.support.savers import end_savers
 from trinity_sync.catalog.database import Job as JobRow
@@ -161,14 +161,6 @@ def test_metrics_show_the_other_jobs(job: Job, other: Job, settings: Settings) -
         assert jobs() == {other.spool.folder.name}
     while jobs() != names:
         time.sleep(0.01)
-
-
-def test_orphaned_saves_of_other_jobs_are_found(job: Job, other: Job) -> None:
-    for each in (job, other):
-        each.stage(2, MODEL)
-    with hanging(job.root):
-        found = find_orphaned_saves(job.spool.folder.parent, grace_s=-1)
-    assert [request.root for request in found] == [str(other.root)]
 
 
 def test_orphaned_saves_of_other_jobs_are_served_at_every_poll(

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.job import Job
 from tests.support.meanwhile import fail_to_read, hanging_when_opened
 from tests.support.steps import MODEL, commit_files
-from tests.unit.project.test_record_formats import of_another_release
 from trinity_sync.errors import StackError
 from trinity_sync.layout import ITERATION_FILES
 from trinity_sync.orchestration import metrics as node_metrics
@@ -90,18 +89,6 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     register_job(settings, job.root)
     port = WorkerMetrics().serve(settings, at(free_port()))
     assert newest_step(port) == 7
-
-
-def test_a_worker_knows_the_other_jobs_next_to_a_job_of_another_release(
-    job: Job, tmp_path: Path
-) -> None:
-    settings = Settings(home=tmp_path)
-    first = tmp_path / "a"  # is looked up before the other one
-    of_another_release(commit_files(first, 9) / "manifest.json")
-    commit_files(job.root, 7)
-    for root in (first, job.root):
-        register_job(settings, root)
-    assert newest_step(WorkerMetrics().serve(settings, at(free_port()))) == 7
 
 
 def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import MODEL
-from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
+from trinity_sync.catalog.database import get_catalog_url, open_catalog
 from trinity_sync.catalog.mirror import is_current
 from trinity_sync.client.prefect_api import FlowRun, State
-from trinity_sync.errors import CatalogError
 from trinity_sync.layout import MANIFEST, attaching_folder, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
@@ -29,7 +28,6 @@ from trinity_sync.snapshot.ticket import seal
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.gc import Finding, remove_attached, remove_temporaries
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import mark_failed
 
@@ -230,20 +228,6 @@ def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> N
     require_committed(job.root, 1)
 
 
-def test_a_step_that_lost_its_name_in_mid_exchange_is_put_back(
-    job: Job, settings: Settings
-) -> None:
-    """Where the file system has no exchange there is a moment without the folder."""
-    save(job, 1)
-    replacing = job.root / ".trinity_sync/replacing"
-    replacing.mkdir(parents=True)
-    shutil.copytree(step_folder(job.root, 1), replacing / "global_step_1")
-    step_folder(job.root, 1).rename(replacing / "global_step_1.replaced")
-    run(job, settings)
-    require_committed(job.root, 1)
-    assert list(replacing.iterdir()) == []
-
-
 def test_a_step_that_lost_its_name_to_what_is_no_commit_is_left(
     job: Job, settings: Settings
 ) -> None:
@@ -357,20 +341,6 @@ def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: S
     with open_catalog(get_catalog_url(settings)) as engine:
         assert is_current(engine, job.root)
     assert reconcile(settings, [job.root], None) == []
-
-
-def test_a_corrupted_row_of_the_catalog_is_written_again(job: Job, settings: Settings) -> None:
-    save(job, 1)
-    write_metrics(job.root, 1, 1, {"reward": 0.5})
-    reconcile(settings, [job.root], None)
-    with open_catalog(get_catalog_url(settings)) as engine:
-        with engine.begin() as connection:
-            connection.exec_driver_sql("UPDATE steps_1 SET metrics = 'abc'")
-        with pytest.raises(CatalogError, match=r"corrupted: .* jobs reindex ROOT"):
-            list_jobs(engine)
-        (found,) = reconcile(settings, [job.root], None)
-        assert (found.what, found.state) == ("catalog", "repaired")
-        assert is_current(engine, job.root)
 
 
 def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(

@@ -15,8 +15,6 @@ from trinity_sync.orchestration import step_events
 from trinity_sync.orchestration.quantities import (
     format_bytes,
     format_duration,
-    format_rate,
-    make_artifact_key,
 )
 from trinity_sync.orchestration.run_page import (
     FailedTask,
@@ -122,21 +120,6 @@ def test_a_failed_task_names_its_rank_and_file() -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-def test_sizes_have_their_unit_and_keys_are_those_that_prefect_accepts() -> None:
-    assert [*map(format_bytes, (0, 999, 1000, 999_960, 5e9))] == [
-        "0 B",
-        "999 B",
-        "1.0 kB",
-        "1.0 MB",
-        "5.0 GB",
-    ]
-    assert format_rate(2e9, 0.5) == "4.0 GB/s"
-    assert format_rate(0, 1) == format_rate(1, 0) == ""
-    key = make_artifact_key("save", Path("/data/My_Run.1"))
-    assert key.startswith("save-my-run-1-")
-    assert key == key.lower()
 
 
 def test_an_eviction_is_an_event_of_a_checkpoint_only(

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,8 @@ from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import slot_pool
-from trinity_sync.snapshot.job_identity import open_identity
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.save import mark_failed
 
 MODEL = {"model": {"w": torch.ones(3)}}
 HELD_S = 60.0
@@ -280,19 +277,6 @@ def test_a_function_whose_end_cannot_be_written_fails_its_save(
     kill_savers(settings.spool)
 
 
-def test_a_function_whose_end_no_file_can_tell_fails_its_save(coordinator: Make) -> None:
-    saves, go, held = coordinator(), threading.Event(), ExitStack()
-    save(saves, 1)
-    saves.wait_all(60)
-    with held:
-        saves.save_async("own", lambda: go.wait(60) and held.enter_context(no_file_opens()), 2)
-        register(saves, 2)
-        go.set()
-        saves._callables._threads["own"].join()
-    with pytest.raises(SaveFailedError, match=r"Too many open files: '.*functions|receipt .* torn"):
-        saves.wait_all(60)
-
-
 @pytest.mark.parametrize("call", [save, register])
 @pytest.mark.parametrize("name", ["placements", "runs/1.json"])
 def test_a_failure_names_what_has_taken_the_place_of_a_record(
@@ -311,19 +295,6 @@ def test_a_failure_names_what_has_taken_the_place_of_a_record(
     call(saves, 2)
     with pytest.raises(SaveFailedError, match=str(record)):
         saves.wait_all(30)
-
-
-def test_an_image_is_marked_as_failed_although_memory_is_full(
-    tmp_path: Path, small_disk: Path
-) -> None:
-    (tmp_path / "ckpts").mkdir()
-    open_identity(tmp_path / "ckpts")
-    job = Job(tmp_path / "ckpts", open_job_spool(small_disk / "spool", tmp_path / "ckpts"))
-    job.stage(1, MODEL)
-    with is_full(small_disk):
-        mark_failed(job.spool, job.save(1), "a value is NaN")
-    assert [each.failed for each in job.spool.tickets()[0]] == [True]
-    job.stager().close()
 
 
 def test_a_saver_that_can_start_no_thread_commits_once_it_can(

@@ -486,21 +486,6 @@ def test_a_remote_that_hangs_holds_one_thread_and_its_own_step(
     await_that(lambda: list_committed(remote)[-2:] == [6, 7], "the remote has what was kept")
 
 
-def test_functions_are_awaited(coordinator: Make, job: Job) -> None:
-    saves = coordinator()
-    target = job.root / "global_step_3/actor/other.bin"
-
-    def write() -> None:
-        target.parent.mkdir(parents=True)
-        target.write_bytes(b"mine")
-
-    saves.save_async("other", write, 3)
-    asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
-    saves.wait_all(60)
-    assert read_latest_pointer(job.root, "checkpoint") == 3
-    assert target.read_bytes() == b"mine"
-
-
 @pytest.mark.parametrize("value", [1.0, 0.0])
 def test_weights_that_are_submitted_after_their_checkpoint_has_committed_are_told_of(
     coordinator: Make, job: Job, value: float

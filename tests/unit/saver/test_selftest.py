@@ -53,11 +53,3 @@ def test_a_machine_that_cannot_save_is_told_by_the_exit_code(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "FAILED  save cpu            SpoolError: " in done.stdout
     assert "ok      broadcast cpu cpu" in done.stdout  # which needs no spool
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"), [(["nowhere"], "nowhere is no folder"), (["--mib", "0"], "1 at least")]
-)
-def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str], said: str) -> None:
-    done = run(tmp_path, "-m", "trinity_sync.selftest", *arguments)
-    assert (done.returncode, said in done.stderr) == (2, True)

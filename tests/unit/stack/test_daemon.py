@@ -45,15 +45,6 @@ def test_a_daemon_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_pat
     assert str(tmp_path / "one.log") in said
 
 
-def test_a_server_that_lacks_a_package_is_reported_with_its_name(tmp_path: Path) -> None:
-    (tmp_path / "uvicorn.py").write_text("raise ImportError('cannot import name X from uvicorn')")
-    server = [sys.executable, "-m", "prefect", "server", "start", "--port", "0"]
-    env = {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
-    ended = daemon.start(server, env=env, cwd=tmp_path, log=tmp_path / "server.log")
-    with pytest.raises(StackError, match="ImportError: cannot import name X from uvicorn"):
-        daemon.await_ready("the Prefect server", ended, lambda: False, math.inf)
-
-
 def test_a_daemon_that_ends_without_output_is_not_reported_with_that_of_an_earlier_start(
     tmp_path: Path,
 ) -> None:
