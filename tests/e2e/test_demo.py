@@ -38,5 +38,5 @@ def test_a_training_that_was_killed_after_submitting_goes_on_bit_equal(
     assert killed_at.kinds == ("checkpoint", "state_dict")
     assert killed_at.find_file("attachments/explorer.rng") is not None
     state = read_state(root)
-    assert state is None or state["registry"]["versions"][-1]["step"] == 140
+    assert state is None or state.registry.versions[-1][0].step == 140
     assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from trinity_sync.layout import job_id_of
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.committed import CommitNotification
-from trinity_sync.weights.state_files import read_state, write_state
+from trinity_sync.weights.state_files import SynchronizerState, read_state, write_state
 from trinity_sync.weights.sync_barrier import SyncBarrier
 from trinity_sync.weights.versions import Version, VersionRegistry
 
@@ -40,7 +41,7 @@ class AsyncVersionRegistry:
         self._notification = CommitNotification(root, role)
         self._changed = asyncio.Condition()
         self._disk = asyncio.Lock()
-        self._written: dict[str, Any] = {}
+        self._written: SynchronizerState | None = None
         """Content of the state file, without its time."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.versions, self.barrier = VersionRegistry(), SyncBarrier()
@@ -59,7 +60,7 @@ class AsyncVersionRegistry:
     def reset(self) -> None:
         """Drop all versions, because the root was recreated or restored; callers still wait."""
         logger.warning("%s was recreated: dropping the versions of the old root", self.root)
-        self.versions, self._written = VersionRegistry(), {}
+        self.versions, self._written = VersionRegistry(), None
 
     async def refresh(self, *, read_commits: bool = False, scan: bool = False) -> None:
         """Read the runs that began since the last call.
@@ -157,15 +158,13 @@ class AsyncVersionRegistry:
     async def save(self) -> None:
         """Write the state file, unless it is up to date."""
         async with self._disk:
-            state = {
-                "job": job_id_of(Path(self.root), self.identity),
-                "registry": self.versions.to_json(),
-                "barrier": self.barrier.to_json(),
-            }
+            job = job_id_of(Path(self.root), self.identity)
+            state = SynchronizerState(job, self.versions.state, self.barrier.members)
             if state == self._written:
                 return
             try:
-                await asyncio.to_thread(write_state, self.root, {**state, "written_at": self.now()})
+                now = replace(state, written_at=self.now())
+                await asyncio.to_thread(write_state, self.root, now)
             except OSError as error:
                 logger.warning("cannot write state.json of %s, will retry: %s", self.root, error)
             else:
@@ -178,14 +177,9 @@ class AsyncVersionRegistry:
 
     def _restore(self) -> None:
         state = read_state(self.root)
-        if state is None or state.get("job") != job_id_of(Path(self.root), self.identity):
-            return  # also that of the root of which this is a copy
-        try:
-            self.versions = VersionRegistry.from_json(state["registry"])
-            self.barrier = SyncBarrier.from_json(state["barrier"])
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("state.json of %s is corrupted and is recreated: %r", self.root, error)
-            self.versions, self.barrier = VersionRegistry(), SyncBarrier()
+        if state and state.job == job_id_of(Path(self.root), self.identity):
+            self.versions = VersionRegistry(state.registry)  # not that of which the root is a copy
+            self.barrier = SyncBarrier(state.members)
 
     def _runs(self) -> list[Run]:
         try:

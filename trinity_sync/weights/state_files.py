@@ -11,16 +11,15 @@ they are replaced atomically without fsync, and no call waits for a disk.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.fs.atomic import make_folder, read_uncached, replace_file
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
-from trinity_sync.fs.records import Record, encode_record, read_record
+from trinity_sync.fs.records import Record, Seconds, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.weights.versions import Reader, Source, VersionRegistry
+from trinity_sync.weights.sync_barrier import Members
+from trinity_sync.weights.versions import Reader, RegistryState, Source, VersionRegistry
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,14 @@ class Address(Record):
 
 
 @dataclass(frozen=True)
-class _State(Record):
-    state: dict[str, Any]
+class SynchronizerState(Record):
+    """What a restart has to know of a Synchronizer."""
+
+    job: str
+    """The job's id, as `layout.job_id_of` returns it."""
+    registry: RegistryState = field(default_factory=RegistryState)
+    members: Members = field(default_factory=Members)
+    written_at: Seconds = 0.0
 
 
 def address_path(root: str | Path) -> Path:
@@ -71,15 +76,14 @@ def read_address(root: str | Path) -> Address | None:
     return found if found and found.root == str(Path(root).resolve()) else None
 
 
-def write_state(root: str | Path, state: Mapping[str, Any]) -> None:
-    """Replace the state file atomically by JSON values."""
-    replace_file(state_path(root), encode_record(_State(dict(state))), sync=False)
+def write_state(root: str | Path, state: SynchronizerState) -> None:
+    """Replace the state file atomically."""
+    replace_file(state_path(root), encode_record(state), sync=False)
 
 
-def read_state(root: str | Path) -> dict[str, Any] | None:
+def read_state(root: str | Path) -> SynchronizerState | None:
     """Return what `write_state` wrote last; None if there is nothing, or the file is torn."""
-    found = read_record(_State, state_path(root), read_uncached)
-    return found.state if found else None
+    return read_record(SynchronizerState, state_path(root), read_uncached)
 
 
 @dataclass(frozen=True)
@@ -112,20 +116,17 @@ def read_sync_report(root: str | Path, now: float) -> SyncReport | None:
     state, address = read_state(root), read_address(root)
     if state is None:
         return None
-    try:
-        registry, barrier = VersionRegistry.from_json(state["registry"]), state["barrier"]
-        newest = registry.newest()
-        running = address.is_running if address else False
-        as_of = float(state["written_at"]) if running is False else now
-        return SyncReport(
-            version=newest.step if newest else None,
-            run=newest.run if newest else None,
-            source=newest.source if newest else None,
-            running=running,
-            as_of=as_of,
-            trainer=barrier["trainer"],
-            explorers=dict(barrier["explorers"]),
-            readers=registry.readers(as_of),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
+    registry = VersionRegistry(state.registry)
+    newest = registry.newest()
+    running = address.is_running if address else False
+    as_of = state.written_at if running is False else now
+    return SyncReport(
+        version=newest.step if newest else None,
+        run=newest.run if newest else None,
+        source=newest.source if newest else None,
+        running=running,
+        as_of=as_of,
+        trainer=state.members.trainer,
+        explorers=dict(state.members.explorers),
+        readers=registry.readers(as_of),
+    )

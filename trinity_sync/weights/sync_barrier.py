@@ -6,7 +6,6 @@ it never changes the versions, so a failed one cannot advance them.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -52,13 +51,21 @@ class Rendezvous:
     version: int | None = None
 
 
+@dataclass(frozen=True)
+class Members:
+    """What a restart has to know of a barrier."""
+
+    trainer: Status = Status.STOPPED
+    """As in Trinity, the trainer counts as stopped until it reports that it runs."""
+    explorers: dict[str, Status] = field(default_factory=dict)
+
+
 class SyncBarrier:
     """Members of the weight sync: one trainer and any number of explorers; see the module."""
 
-    def __init__(self) -> None:
-        self.trainer = Status.STOPPED
-        """As in Trinity, the trainer counts as stopped until it reports that it runs."""
-        self.explorers: dict[str, Status] = {}
+    def __init__(self, members: Members = Members()) -> None:
+        self.trainer = members.trainer
+        self.explorers = dict(members.explorers)
         self.actors: set[str] = set()
         """Names of members, the trainer included, that are known Ray actors: a member is dead if no
         actor has its name any longer."""
@@ -142,28 +149,12 @@ class SyncBarrier:
             self.set_trainer(Status.RUNNING)
         self.set_running(rendezvous.arrived)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the members as JSON values, without waits, whose calls a restart repeats."""
-        return {
-            "trainer": _without_wait(self.trainer).value,
-            "explorers": {name: _without_wait(each).value for name, each in self.explorers.items()},
-        }
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> "SyncBarrier":
-        """Return the barrier of which `to_json` returned ``body``.
-
-        Raises:
-            KeyError, ValueError: ``body`` is not the JSON of a barrier.
-        """
-        barrier = cls()
-        barrier.trainer = Status(body["trainer"])
-        barrier.explorers = {name: Status(status) for name, status in body["explorers"].items()}
-        return barrier
-
-
-def _without_wait(status: Status) -> Status:
-    return Status.RUNNING if status is Status.REQUIRE_SYNC else status
+    @property
+    def members(self) -> Members:
+        """Trainer and explorers, without waits, whose calls a restart repeats."""
+        status = {Status.REQUIRE_SYNC: Status.RUNNING}
+        explorers = {name: status.get(each, each) for name, each in self.explorers.items()}
+        return Members(status.get(self.trainer, self.trainer), explorers)
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,12 @@ every rule can be tested as a table. Two rules hold in any order of calls:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.fs.records import describe
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import is_of_other_run
 from trinity_sync.snapshot.ticket import VersionTag
@@ -165,10 +162,20 @@ class _Serving:
     """Seconds since the epoch at which a newer version appeared; None if there is none."""
 
 
+@dataclass(frozen=True)
+class RegistryState:
+    """What a restart has to know of a registry."""
+
+    runs: tuple[Run, ...] = ()
+    versions: tuple[tuple[Version, float], ...] = ()
+    """Versions, and when each step was known, in seconds since the epoch."""
+    serving: dict[str, _Serving] = field(default_factory=dict)
+
+
 class VersionRegistry:
     """Versions, runs and readers of one job; see the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: RegistryState = RegistryState()) -> None:
         self.runs: dict[int, Run] = {}
         """All known runs, by number."""
         self.images: dict[Key, dict[int, ImageRef]] = {}
@@ -177,6 +184,20 @@ class VersionRegistry:
         self._known_at: dict[Key, float] = {}
         self._serving: dict[str, _Serving] = {}
         """By name, the least recently seen first."""
+        self.add_runs(state.runs)
+        for version, known_at in state.versions:
+            self.record(version, known_at)
+        self._serving |= state.serving
+
+    @property
+    def state(self) -> RegistryState:
+        """State of which a registry can be made that equals this one."""
+        versions = (
+            (version, self._known_at[key])
+            for key, sources in sorted(self._versions.items())
+            for version in sources.values()
+        )
+        return RegistryState(tuple(self.runs.values()), tuple(versions), dict(self._serving))
 
     # Versions
 
@@ -298,37 +319,6 @@ class VersionRegistry:
             stale_s = 0.0 if serving.outdated is None else max(0.0, now - serving.outdated)
             found.append(Reader(name, serving.step, serving.run, serving.since, behind, stale_s))
         return tuple(found)
-
-    # The state file
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the whole registry as JSON values."""
-        state: dict[str, Any] = msgspec.to_builtins(
-            {
-                "runs": list(self.runs.values()),
-                "versions": [
-                    {**asdict(version), "known_at": self._known_at[key]}
-                    for key, sources in sorted(self._versions.items())
-                    for version in sources.values()
-                ],
-                "readers": self._serving,
-            }
-        )
-        return state
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> "VersionRegistry":
-        """Return the registry of which `to_json` returned ``body``.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``body`` is not the JSON of a registry.
-        """
-        registry = cls()
-        registry.add_runs(Run(**run) for run in body["runs"])
-        for saved in body["versions"]:
-            registry.record(msgspec.convert(saved, describe(Version)), float(saved["known_at"]))
-        registry._serving = msgspec.convert(body["readers"], describe(dict[str, _Serving]))
-        return registry
 
     def _remove_old(self) -> None:
         best = (self.newest(source) for source in PREFERENCE)

@@ -326,5 +326,5 @@ def test_its_state_can_be_read_without_ray(synchronizer: Any, root: Path) -> Non
     ask(synchronizer.set_serving.remote("rollout-0", 5))
     state = read_state(root)
     assert state
-    assert [each["step"] for each in state["registry"]["versions"]] == [5]
-    assert list(state["registry"]["readers"]) == ["rollout-0"]
+    assert [version.step for version, _ in state.registry.versions] == [5]
+    assert list(state.registry.serving) == ["rollout-0"]

@@ -35,7 +35,12 @@ from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import Run, add_run, hold_run
-from trinity_sync.weights.state_files import read_state, read_sync_report, write_state
+from trinity_sync.weights.state_files import (
+    SynchronizerState,
+    read_state,
+    read_sync_report,
+    write_state,
+)
 from trinity_sync.weights.versions import Version, VersionRegistry
 
 
@@ -55,8 +60,7 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobReport]:
     registry.record(Version(35, 3, "checkpoint", str(job.root)), now=1.7e9)
     registry.set_serving("explorer-1", 30, now=1.7e9, run=1)
     (job.root / ".trinity_sync/weights").mkdir()
-    barrier = {"trainer": "running", "explorers": {}}
-    write_state(job.root, {"registry": registry.to_json(), "barrier": barrier, "written_at": 1.7e9})
+    write_state(job.root, SynchronizerState("job", registry.state, written_at=1.7e9))
     spool = job.spool.folder.parent
     with environment({}), acquire_lease(job.root, 30, "reader 7"):
         yield collect_report(Settings(home=tmp_path, spool=spool), job.root)
@@ -124,7 +128,7 @@ def test_uses_of_steps_are_named_and_nothing_is_taken_for_markup(facts: JobRepor
 def test_what_an_ended_synchronizer_knew_holds_for_its_last_change(facts: JobReport) -> None:
     state = read_state(facts.root)
     assert state is not None
-    write_state(facts.root, state | {"written_at": 1.7e9 + 90})
+    write_state(facts.root, replace(state, written_at=1.7e9 + 90))
     found = read_sync_report(facts.root, 1.8e9)
     assert found is not None
     assert (found.version, found.run, found.running, found.as_of) == (35, 3, False, 1.7e9 + 90)

@@ -25,7 +25,7 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.storage.discovery import Corruption, mark_corrupted
 from trinity_sync.storage.save import Persisted
-from trinity_sync.weights.state_files import write_address, write_state
+from trinity_sync.weights.state_files import SynchronizerState, write_address, write_state
 from trinity_sync.weights.versions import Version, VersionRegistry
 
 
@@ -148,9 +148,7 @@ def test_corrupted_steps_readers_and_other_workers_commits_are_read_from_the_roo
     registry.record(Version(7, 1, "checkpoint", str(job.root)), now=1.7e9)
     registry.set_serving("rollout-0", 2, now=1.7e9, run=1)
     (job.root / ".trinity_sync/weights").mkdir(parents=True)
-    barrier = {"trainer": "running", "explorers": {}}
-    state = {"registry": registry.to_json(), "barrier": barrier, "written_at": 1.7e9}
-    write_state(job.root, state)
+    write_state(job.root, SynchronizerState("job", registry.state, written_at=1.7e9))
     write_address(job.root, "synchronizer", "weights")
     register_job(settings, job.root)
     observer = RootObserver(settings, StackSettings(), metrics.update_newest)

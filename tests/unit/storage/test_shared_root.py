@@ -84,7 +84,12 @@ from trinity_sync.storage.quarantine import fetching_folder, rewind
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
-from trinity_sync.weights.state_files import read_sync_report, write_address, write_state
+from trinity_sync.weights.state_files import (
+    SynchronizerState,
+    read_sync_report,
+    write_address,
+    write_state,
+)
 
 SECRET = b"years of work"
 FOLDERS = (
@@ -171,7 +176,7 @@ def a_life(job: Job, tmp_path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: journal.append(job.request(3), "pending")
     yield lambda: ask_roles(root, "key", 3, ["critic"], timeout_s=0.0)
     yield lambda: write_address(root, "name", "namespace")
-    yield lambda: write_state(root, {})
+    yield lambda: write_state(root, SynchronizerState("job"))
     yield lambda: open_progress(exports_folder(root) / "global_step_2.x", {"of": "another"})
     yield lambda: remove_export_files(root, 2)
     yield lambda: fetch(f"file://{tmp_path}/remote", 8, root)

@@ -1,13 +1,14 @@
 """The rules of the version registry: versions, superseded runs, readers."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trinity_sync.fs.records import decode_record, encode_record
 from trinity_sync.storage.runs import Run
+from trinity_sync.weights.state_files import SynchronizerState
 from trinity_sync.weights.versions import (
     HISTORY,
     MOST_READERS,
@@ -64,7 +65,7 @@ def test_the_newest_never_moves_backwards_except_from_superseded_versions(
 
 
 @given(events)
-def test_a_registry_is_restored_from_its_json(events: list[tuple[str, int, int]]) -> None:
+def test_a_registry_is_restored_from_its_state(events: list[tuple[str, int, int]]) -> None:
     registry = VersionRegistry()
     for now, (what, run, step) in enumerate(events):
         if what == "record":
@@ -72,11 +73,13 @@ def test_a_registry_is_restored_from_its_json(events: list[tuple[str, int, int]]
             registry.set_serving(f"reader-{step}", step, float(now))
         elif run not in registry.runs:
             registry.add_runs([Run(run, "key", step)])
-    again = VersionRegistry.from_json(json.loads(json.dumps(registry.to_json())))
+    state = SynchronizerState("job", registry.state)
+    read = decode_record(SynchronizerState, encode_record(state).encode(), "")
+    again = VersionRegistry(read.registry)
     assert again.newest() == registry.newest()
     assert again.newest("checkpoint") == registry.newest("checkpoint")
     assert again.readers(100.0) == registry.readers(100.0)
-    assert again.to_json() == registry.to_json()
+    assert again.state == registry.state
 
 
 def test_a_rewind_restores_what_the_runs_it_undoes_had_superseded() -> None:
@@ -149,7 +152,7 @@ def test_old_versions_are_removed_except_the_newest_commit() -> None:
     registry.record(version(1, 0, "checkpoint"), 0.0)
     for step in range(1, 10 * HISTORY):
         registry.record(version(1, step), float(step))
-    assert len(registry.to_json()["versions"]) == HISTORY + 1
+    assert len(registry.state.versions) == HISTORY + 1
     assert registry.newest("checkpoint") == version(1, 0, "checkpoint")
 
 
