@@ -33,7 +33,7 @@ def assert_only_step_1_counts(root: Path) -> None:
 
 
 def assert_committed(root: Path, step: int) -> None:
-    until(lambda: read_manifest(root, step), f"the commit of step {step}", 150)
+    until(lambda: read_manifest(root, step), f"the commit of step {step}")
     require_committed(root, step)
     until(lambda: read_latest_pointer(root, "checkpoint") == step, "the iteration file")
     weights = torch.load(root / f"global_step_{step}" / FILE)["w"]

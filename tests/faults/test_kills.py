@@ -84,7 +84,7 @@ def test_ranks_killed_the_instant_after_dcp_has_staged(
     arguments = root, tmp_path / "rendezvous"
     for rank in [Program(script, *arguments, rank, env=environment) for rank in range(2)]:
         rank.end(-signal.SIGKILL)
-    until(lambda: read_manifest(root, 2), "the commit of step 2", 150)
+    until(lambda: read_manifest(root, 2), "the commit of step 2")
     loaded = {"numbers": torch.zeros(5), "text": ""}
     dcp.load(loaded, storage_reader=StepReader(root, 2), no_dist=True)
     assert loaded["numbers"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

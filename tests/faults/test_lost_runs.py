@@ -93,7 +93,7 @@ def assert_nothing_is_under_way(api: Api, run_id: UUID) -> None:
         tasks = api.tasks_of(run)
         return [task.name for task in tasks if not (task.state and task.state.is_final())]
 
-    until(lambda: not under_way(), f"the end of the tasks {under_way()}", 120)
+    until(lambda: not under_way(), f"the end of the tasks {under_way()}")
 
 
 def test_the_server_killed_in_mid_write_and_back_soon(
@@ -333,4 +333,4 @@ def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(
 
 def await_cancelled(api: Api, run_id: UUID) -> None:
     """A run that is stopped where it stands is shown as crashed for an instant."""
-    until(lambda: api.ended(run_id).state.name == "Cancelled", "the run to be cancelled", 30)
+    until(lambda: api.ended(run_id).state.name == "Cancelled", "the run to be cancelled")

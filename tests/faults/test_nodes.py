@@ -105,7 +105,7 @@ def test_a_save_of_trainers_on_both_nodes_that_are_killed_right_after_submitting
             command = [sys.executable, "-c", script, *arguments, str(rank)]
             trainers.append(subprocess.Popen(command, env=env))
         assert [trainer.wait(120) for trainer in trainers] == [-signal.SIGKILL] * 2
-        until(lambda: read_manifest(root, 2), "the commit of step 2", 120)
+        until(lambda: read_manifest(root, 2), "the commit of step 2")
         files = [file.path for file in require_committed(root, 2).files]
         shards = [f"{c}_world_size_2_rank_{r}.pt" for c in ("model", "optim") for r in (0, 1)]
         assert files == [f"actor/{name}" for name in ("config.json", *shards)]
@@ -113,4 +113,4 @@ def test_a_save_of_trainers_on_both_nodes_that_are_killed_right_after_submitting
             shard = root / f"global_step_2/actor/model_world_size_2_rank_{rank}.pt"
             assert torch.equal(torch.load(shard)["w"], STATE["w"] + rank)
         spools = [open_job_spool(each.spool, root) for each in (other, stack_settings)]
-        until(lambda: not any(spool.tickets()[0] for spool in spools), "the slots to be freed", 60)
+        until(lambda: not any(spool.tickets()[0] for spool in spools), "the slots to be freed")

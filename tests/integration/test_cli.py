@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.conftest import left_of, processes_of
 from tests.integration.conftest import CommitStep
 from tests.support.forked import run_command
 from tests.support.job import Job
+from tests.support.waiting import until
 from trinity_sync import Settings
 from trinity_sync.layout import MANIFEST
 from trinity_sync.settings import StackSettings
@@ -278,11 +278,10 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
     env = {**os.environ, "TRINITY_SYNC_HOME": str(tmp_path)}
     up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
     settings = Settings(home=tmp_path)
-    deadline = time.monotonic() + 60
-    while not (found := embedded.find(settings)):
-        assert up.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: embedded.find(settings) or up.poll() is not None, "its stack", pause=0.01)
+    found = embedded.find(settings)
+    assert found is not None
+    assert up.poll() is None
     processes = processes_of(found)
     assert processes
     try:
@@ -316,11 +315,11 @@ def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path
     }
     with (tmp_path / "worker.log").open("w") as log:
         worker = subprocess.Popen([*COMMAND, "worker"], env={**os.environ, **own}, stderr=log)
-    deadline = time.monotonic() + 60
-    while not embedded.status(settings, pool).workers_online:
-        assert worker.poll() is None, (tmp_path / "worker.log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until(
+        lambda: embedded.status(settings, pool).workers_online or worker.poll() is not None,
+        "the worker to be online",
+    )
+    assert worker.poll() is None, (tmp_path / "worker.log").read_text()
     family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
     worker.send_signal(signal.SIGINT)
     worker.wait(30)

@@ -102,7 +102,7 @@ def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, 
     save(ranks[0])
     run = until(lambda: api.runs_of(key_of(root, 2)), "the flow run")[0]
     # it waits for the other rank
-    until(lambda: "persist" in "".join(task.name for task in api.tasks_of(run)), "its tasks", 120)
+    until(lambda: "persist" in "".join(task.name for task in api.tasks_of(run)), "its tasks")
     set_state(api, root, Cancelling())
     save(ranks[1])
     assert_all_say(ranks, "Cancelled: Cancelled while running")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import venv
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -280,12 +279,12 @@ def await_online(
             command, cwd=project, env=environment(project, **own), stdout=output, stderr=output
         )
     try:
-        deadline = time.monotonic() + 90
         pool = StackSettings(worker={"pool": own["TRINITY_SYNC_STACK__WORKER__POOL"]})
-        while not embedded.status(settings, pool).workers_online:
-            assert worker.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(
+            lambda: embedded.status(settings, pool).workers_online or worker.poll() is not None,
+            "the worker to be online",
+        )
+        assert worker.poll() is None, log.read_text()
     finally:
         worker.send_signal(signal.SIGTERM)
         worker.wait(30)

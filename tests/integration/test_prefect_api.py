@@ -93,7 +93,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return False
 
     try:
-        until(answers, f"the server at {url}", 120)
+        until(answers, f"the server at {url}")
         yield url
     finally:
         server.terminate()

@@ -274,7 +274,7 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
                 state = embedded.find(another)
             return state if state and len(state.daemons) == 3 and is_new(state) else None
 
-        return until(look, "the stack", 120)
+        return until(look, "the stack")
 
     with subprocess.Popen([*COMMAND, *arguments, "--cpus", "1"], env=env) as running:
         try:

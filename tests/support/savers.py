@@ -12,6 +12,7 @@ import psutil
 
 from tests.support.forked import Program
 from tests.support.job import Job
+from tests.support.waiting import WAIT_S
 from trinity_sync import Settings
 from trinity_sync.fs.atomic import lengthen_pauses
 from trinity_sync.fs.locks import LockFile
@@ -39,7 +40,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def await_that(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
+def await_that(holds: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
     until, pauses = time.monotonic() + seconds, lengthen_pauses()
     while not holds():
         assert time.monotonic() < until, what

@@ -5,9 +5,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+WAIT_S = 250.0
+"""Seconds within which any machine has come about it, before pytest ends the test."""
 
 
-def until(ask: Callable[[], T | None], what: str, timeout: float = 90, *, pause: float = 0.1) -> T:
+def until(
+    ask: Callable[[], T | None], what: str, timeout: float = WAIT_S, *, pause: float = 0.1
+) -> T:
     """Ask until there is an answer."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

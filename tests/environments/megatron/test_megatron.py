@@ -500,7 +500,7 @@ def test_ranks_killed_after_a_save_resume_bit_for_bit_from_its_commit(
     root, losses = tmp_path / "ckpts", tmp_path / "losses"
     with pytest.raises(pytest.fail.Exception, match="died without an answer"):
         run(save_and_die, root, losses)
-    until(lambda: read_manifest(root, 1), "the commit of step 1", 150)
+    until(lambda: read_manifest(root, 1), "the commit of step 1")
     assert run(resume_the_killed, root) == [
         losses.with_suffix(f".{rank}").read_text() for rank in range(2)
     ]

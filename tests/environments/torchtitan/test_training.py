@@ -81,7 +81,7 @@ def reference(folder: Path) -> dict[int, str]:
 def resumed(folder: Path, stack: StackState) -> dict[int, str]:
     """Losses of one that is killed at step 6 and started again, saved to ``ours``."""
     train(folder, "--checkpoint.folder", "ours", config="dying", fails="SIGKILL")
-    until(lambda: read_manifest(folder / "ours", 6), "the commit of step 6", 150)
+    until(lambda: read_manifest(folder / "ours", 6), "the commit of step 6")
     return train(folder, "--checkpoint.folder", "ours", *OURS)
 
 
@@ -153,7 +153,7 @@ def test_experts_on_different_ranks_are_saved_and_resumed_as_by_torchtitan_itsel
     )
     assert plain.keys() == steps
     assert ours == plain
-    until(lambda: read_manifest(folder / "ours-experts", last), "the commit", 150)
+    until(lambda: read_manifest(folder / "ours-experts", last), "the commit")
     saved = step_folder(folder / "ours-experts", last) / "actor"
     assert differences(read(folder / "plain-experts" / f"step-{last}"), read(saved)) == []
 

@@ -110,7 +110,7 @@ def test_explorers_get_each_version_by_commits_and_from_memory(
         assert differences(seen[0], seen[1])
         assert read_latest_pointer(root, "state_dict") == 4
         assert read_latest_pointer(root, "checkpoint") is None
-        until(lambda: steps_on_disk(root) == [3, 4], "what is superseded to go", 30)
+        until(lambda: steps_on_disk(root) == [3, 4], "what is superseded to go")
 
         config.synchronizer.sync_method = SyncMethod.MEMORY
         await engine.upload_state_dict()
@@ -145,7 +145,7 @@ def test_a_synchronizer_ends_with_its_last_user(cluster: Any, config: Any) -> No
     assert cluster.get(second.ask.remote(config)) == 0
     assert is_there()
     cluster.kill(second)
-    until(lambda: not is_there(), "its end", 60)
+    until(lambda: not is_there(), "its end")
 
 
 def test_two_jobs_in_a_namespace_are_refused(

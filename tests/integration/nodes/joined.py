@@ -95,4 +95,4 @@ def a_rank_on_each(root: Path, nodes: Sequence[Settings]) -> Iterator[list[Check
 
 def await_freed(*ranks: CheckpointCoordinator) -> None:
     """Until no image waits in the memory of any of their nodes."""
-    until(lambda: not any(saves.spool.tickets()[0] for saves in ranks), "the slots to be freed", 60)
+    until(lambda: not any(saves.spool.tickets()[0] for saves in ranks), "the slots to be freed")

@@ -56,7 +56,7 @@ def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchroni
     with reader.open(version) as view:
         found = dict(view.iter_tensors())
     assert all(torch.equal(found[f"of_rank{n}"], state(n, 7)[f"of_rank{n}"]) for n in (0, 1))
-    serving = until(lambda: ray.get(synchronizer.readers.remote()), "word of the reader", 30)
+    serving = until(lambda: ray.get(synchronizer.readers.remote()), "word of the reader")
     assert [(each.name, each.step) for each in serving] == [("explorer-0", 7)]
 
 
@@ -86,7 +86,7 @@ def test_a_reader_that_is_given_a_root_asks_the_synchronizer_of_its_cluster(
     ray.get(synchronizer.publish.remote(upload(job, 1, state(0, 1), node=node)))
     assert WeightReader(root=job.root, name="explorer-0").load_into(state(0, 0)) == 1
     readers = synchronizer.readers
-    until(lambda: [each.step for each in ray.get(readers.remote())] == [1], "its reader", 30)
+    until(lambda: [each.step for each in ray.get(readers.remote())] == [1], "its reader")
 
 
 def test_a_reader_in_a_cluster_without_a_synchronizer_reads_by_files(
@@ -123,7 +123,7 @@ def test_a_reader_switches_to_the_synchronizer_that_replaces_a_stopped_one(
     assert asyncio.run(reader.wait_newer(timeout_s=30)).step == 2  # type: ignore[union-attr]
     assert reader.load_into(state(0, 0)) == 2
     readers = synchronizer.readers
-    until(lambda: [each.step for each in ray.get(readers.remote())] == [2], "its reader", 30)
+    until(lambda: [each.step for each in ray.get(readers.remote())] == [2], "its reader")
     ray.kill(synchronizer)
 
 

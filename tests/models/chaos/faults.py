@@ -129,7 +129,7 @@ def raylet_killed(world: World, random: Random) -> None:
         world.until(lambda: not node.lives, "the end of the Ray node", 20)
     with suppress(psutil.NoSuchProcess):
         psutil.Process(node.pid).terminate()
-    world.until(lambda: not node.lives, "the end of the Ray node", 30)
+    world.until(lambda: not node.lives, "the end of the Ray node")
 
 
 @of_stack

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.job import Job
 from tests.support.meanwhile import fail_to_read, hanging_when_opened
 from tests.support.steps import MODEL, commit_files
+from tests.support.waiting import until
 from trinity_sync.errors import StackError
 from trinity_sync.layout import ITERATION_FILES
 from trinity_sync.orchestration import metrics as node_metrics
@@ -106,11 +107,9 @@ def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: 
 
 def newest_step(port: int) -> float:
     """What is said of checkpoints, once anything is."""
-    deadline = time.monotonic() + 30
-    while (found := scraped(port).get(("trinity_sync_newest_step", "checkpoint"))) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
+    key = "trinity_sync_newest_step", "checkpoint"
+    found = until(lambda: [v for k, v in scraped(port).items() if k == key], "word", pause=0.01)
+    return found[0]
 
 
 def test_images_that_wait_and_memory_can_be_scraped(job: Job, tmp_path: Path) -> None:
