@@ -59,7 +59,12 @@ from trinity_sync.storage.save_functions import has_running_functions
 logger = logging.getLogger(__name__)
 
 BEGUN = ".begun.json"
-"""Suffix of the requests, in the folder of a job, of saves that a saver has begun."""
+"""Suffix of the requests, in the folder of a job, of saves that a saver has begun, with a line feed
+for each saver that has not ended it."""
+STARTS = 2
+"""Savers that are killed within a save, such as by a memory limit, after which it fails."""
+ALONE_S = 60.0
+"""Seconds for which a save that may have killed a saver waits for the others, and they for it."""
 LOOK_S = 5.0
 """Seconds between two looks for images, if no trainer wakes the saver."""
 START_S = 60.0
@@ -165,6 +170,10 @@ class Saver:
         """Saves that are being committed, by request key."""
         self._failed: set[str] = set()
         """Saves that have failed here, by request key; requests of save functions stay."""
+        self._repeated: list[tuple[JobSpool, SaveRequest]] = []
+        """Due saves within which a saver was killed."""
+        self._alone, self._alone_until = "", time.monotonic() + ALONE_S
+        """The last of them that was begun, by request key, and until when it is alone."""
         self._idle_until = time.monotonic() + START_S
         self._ended, self._end = os.pipe()
         """Pipe to which a thread writes as it ends."""
@@ -233,6 +242,7 @@ class Saver:
         served = [job for job in jobs if read_served(job.folder, self._name) is not None]
         with self._lock:  # a folder may have vanished
             self._waiting = {job.folder: self._waiting.get(job.folder, False) for job in served}
+            self._repeated.clear()
         for job in served:
             look = self._looks.get(job.folder)
             if look is None or not look.is_alive():
@@ -240,6 +250,13 @@ class Saver:
                 look.start()
                 self._looks[job.folder] = look
                 look.join(ANSWER_S)
+        with self._lock:
+            is_alone = not self._saves or time.monotonic() > self._alone_until
+            repeated = self._repeated[: int(is_alone)]
+            for _, request in repeated:
+                self._alone, self._alone_until = request.key, time.monotonic() + ALONE_S
+        for job, request in repeated:
+            self._begin(job, request)
         with self._lock:
             looks = any(look.is_alive() for look in self._looks.values())
             return bool(self._saves) or any(self._waiting.values()) or looks
@@ -263,12 +280,27 @@ class Saver:
             waits = any(each.key not in self._failed for each in waiting)
             self._waiting[job.folder] = waits and after_s < math.inf
             new = [each for each in due if each.key not in {*self._saves, *self._failed}]
+            repeated = [each for each in new if self._find_begun(each)[1]]
+            self._repeated += [(job, each) for each in repeated]
+            if self._alone in self._saves and time.monotonic() < self._alone_until:
+                return
         for request in new:
-            arguments = request, self._read_journal(job, request).find(request.key)
-            save = threading.Thread(target=self._save, args=arguments, daemon=True)
-            with self._lock:
-                save.start()
-                self._saves[request.key] = save
+            if request not in repeated:
+                self._begin(job, request)
+
+    def _begin(self, job: JobSpool, request: SaveRequest) -> None:
+        arguments = request, self._read_journal(job, request).find(request.key)
+        save = threading.Thread(target=self._save, args=arguments, daemon=True)
+        with self._lock:
+            save.start()
+            self._saves[request.key] = save
+
+    def _find_begun(self, request: SaveRequest) -> tuple[Path, int]:
+        """Return the file of a save that is begun, and how many savers were killed within it."""
+        path = self._spool / request.job / f"{request.key_digest}{BEGUN}"
+        with suppress(OSError):
+            return path, path.read_bytes().count(b"\n")
+        return path, 0
 
     def _request(self, job: JobSpool, waiting: Collection[SaveRequest]) -> None:
         """Request the flow runs of what waits on the node of rank 0, or, for a worker, anywhere."""
@@ -336,13 +368,18 @@ class Saver:
         lower_thread_priority(self._writing.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
-        # what follows a commit has no images
-        begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
+        begun, starts = self._find_begun(request)
+        content = request.model_dump_json() + "\n" * starts  # what follows a commit has no images
+        if starts >= STARTS:
+            driver.refusal = (
+                f"{starts} savers were killed while they saved it, perhaps by a memory limit (see "
+                "dmesg): raise that, and save the step again"
+            )
         why = over.message if over and over.is_hidden else ""
         append(request, "pending", why, over=over)
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
-                replace_file(begun, request.model_dump_json(), sync=False)
+                replace_file(begun, content + "\n", sync=False)
             driver.save()
             logger.info(
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
@@ -364,8 +401,8 @@ class Saver:
         except Exception:
             logger.exception("cannot tell how %s of %s ended", request.run_name, request.root)
         finally:
-            if not waits:
-                begun.unlink(missing_ok=True)
+            with suppress(OSError):
+                replace_file(begun, content, sync=False) if waits else begun.unlink(missing_ok=True)
             with self._lock:
                 if failure and not waits:
                     self._failed.add(request.key)

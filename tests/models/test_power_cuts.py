@@ -331,7 +331,7 @@ def an_upload(job: Job) -> Iterator[str]:
         yield "step 1 of run 2 was copied"
         save(source, 2, 3.0, run=2)
         replicate(source.root, url, 2, parallel=1)
-        prune_remote(source.root, url, Rules(parse_policy("last=1"), ALL), 0)
+        prune_remote(source.root, url, Rules(parse_policy("last=1"), ALL))
         yield "step 2 was copied, step 1 removed"
 
 

@@ -358,8 +358,8 @@ def print_error(error: BaseException, *, as_json: bool) -> None:
     if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename:
         error = with_hint(
             ConfigError(f"{error.filename} cannot be opened: {error.strerror}"),
-            "run the command as a user who may write there, or change the owner or mode of the "
-            "root, or mount it for writing",
+            "run the command as a user who may write there, or free space, change the owner or "
+            "mode of the root, or mount it for writing",
         )
     kind = type(error).__name__
     if isinstance(error, ClickException):

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
 
     The job's settings in ``job`` are changed. One process of the job calls it. With a required
     remote, the remote's newest step is in the root afterwards. A root with steps that cannot be
-    written can be loaded from; a warning says so, and nothing else is done.
+    written, or have no room, can be loaded from; a warning says so.
 
     Raises:
         ConfigError: as `resolve_root`, or a setting of the job is invalid.
@@ -91,7 +91,9 @@ def open_root(root: str | Path, job: Mapping[str, Any] | None = None) -> Path:
     except RootError as error:
         if not _is_unwritable(error.__cause__) or not steps_on_disk(folder):
             raise
-        warn_unwritable(folder)
+        warn_unwritable(folder, getattr(error.__cause__, "strerror", ""))
+        with suppress(OSError):
+            set_job_settings(folder, job or {})
         return folder
     settings = set_job_settings(folder, job) if job else read_job_settings(folder)
     if url := settings.required_remote:

@@ -10,6 +10,7 @@ and is refused if they live on. If it takes over all the same, the run before it
 thread that follows its saves, and its next save is an error.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -72,7 +73,7 @@ class RunContext:
         self._lock = ExitStack()
         self._saved: dict[tuple[str, Kind], int] = {}
         """Newest step that this process has saved, by role and kind."""
-        self._unwritable: OSError | None = None
+        self._unwritable: BaseException | None = None
 
     def get(self) -> Run:
         """Return the run; open it at step 0 if none of its processes has opened it yet.
@@ -100,17 +101,22 @@ class RunContext:
         self.require_can_begin_at(step)
         with self._opening:
             if self._run is None:
-                with suppress(RootError), self._require_writable():
-                    loaded = read_run_number(self._root, step)
-                    run, _ = self._join(step, loaded)
-                    if run.resumed_from != step:  # the process that opened it had nothing to load
-                        run = record_resume(self._root, run, step, loaded)
-                    self._run = run
+                try:
+                    with self._require_writable():
+                        loaded = read_run_number(self._root, step)
+                        run, _ = self._join(step, loaded)
+                        if run.resumed_from != step:  # its process had nothing to load
+                            run = record_resume(self._root, run, step, loaded)
+                        self._run = run
+                except RootError as error:
+                    self._unwritable = error.__cause__
             return self._run
 
     def join(self, run: Run | None) -> None:
         """Be part of a run that another process with the same key has begun at a step."""
         self._run = run
+        if run is None and self._unwritable is None:
+            self._unwritable = OSError(errno.EROFS, "rank 0 could not begin the run")
 
     def close(self) -> None:
         """Show no longer that the run lives."""
@@ -221,11 +227,10 @@ class RunContext:
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise
-            self._unwritable = error
             raise RootError(
                 f"{self._root} cannot be written ({error.strerror}): its steps can be loaded, and "
-                "none can be saved. Change its owner or mode, or mount it for writing, and start "
-                "again; or choose another root."
+                "none can be saved. Free space there, change its owner or mode, or mount it for "
+                "writing, and start again; or choose another root."
             ) from error
 
     def find_run_of_metrics(self, step: int) -> int | None:

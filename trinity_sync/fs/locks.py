@@ -245,6 +245,8 @@ os.register_at_fork(
 
 TRASH_LOCK = "trash.lock"
 """Name of the lock for emptying the trash, in the private folder."""
+LOCKS = "commit.lock", "removal.lock", TRASH_LOCK
+"""Names of the locks without which no step can be removed, in the private folder."""
 LIMIT_S = 600.0
 """Default seconds to wait for a lock."""
 LONG_S = 3600.0

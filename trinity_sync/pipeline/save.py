@@ -291,6 +291,8 @@ class SaverDriver(Driver):
         super().__init__(request)
         self.commits = False
         """Whether this node commits the save."""
+        self.refusal = ""
+        """Why it fails, on all nodes, instead of being done."""
         self._writing, self._spool, self._node = writing, spool, node
         self._started_at = time.time()
         self._nodes: Sequence[NodeShards] = ()
@@ -319,6 +321,8 @@ class SaverDriver(Driver):
                 f"ranks on {len(nodes)} nodes, need the stack. See: trinity-sync up"
             )
         self._together = len(nodes) > 1 and not request.is_committed
+        if self.refusal:
+            raise SaveError(self.refusal)
         if self._together:
             write_node_record(request, self._here, NodeRecord())
 

@@ -21,18 +21,12 @@ NOT_OURS = "this root has neither sent nor fetched it"
 
 
 def prune_remote(
-    root: str | Path,
-    url: str,
-    rules: Rules,
-    now: float | None = None,
-    *,
-    just_copied: int | None = None,
+    root: str | Path, url: str, rules: Rules, *, just_copied: int | None = None
 ) -> RemovalPlan:
     """Remove the steps of a remote that no policy keeps; return what became of all steps there.
 
     A pin, tag, lease or pointer of the root keeps the copy of its step. Of a required remote, only
-    steps that this root has sent or fetched are removed. The step ``just_copied`` stays; ``now`` is
-    that of `plan_prune`.
+    steps that this root has sent or fetched are removed. The step ``just_copied`` stays.
 
     Raises:
         ConfigError: another job's steps are there.
@@ -44,8 +38,7 @@ def prune_remote(
     claim_remote(Path(root), remote)
     place = RemoteSteps(root, remote)
     steps = describe_steps(place, just_committed=just_copied)
-    at = read_now(place.root, steps, rules) if now is None else now
-    return carry_out(place, plan_removals(steps, rules, at))
+    return carry_out(place, plan_removals(steps, rules, read_now(place.root, steps, rules)))
 
 
 class RemoteSteps:

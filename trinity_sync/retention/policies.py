@@ -16,8 +16,6 @@ from trinity_sync.layout import Kind
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 PERIODS = {"hourly": 3600, "daily": 86400, "weekly": 7 * 86400}
-BY_TIME = {"newer", *PERIODS}
-"""Words that go by the times of commits."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Policy:
     @property
     def goes_by_time(self) -> bool:
         """Whether clocks decide what it keeps."""
-        return any(word.partition("=")[0] in BY_TIME for word in self.words)
+        return any(word.partition("=")[0] in {"newer", *PERIODS} for word in self.words)
 
     def keeps(self, steps: Sequence[StepInfo], now: float | str) -> dict[int, str]:
         """Return the steps to keep, each with the reasons.

@@ -85,11 +85,7 @@ class Rules:
 def read_now(
     root: Path, steps: Sequence[StepInfo], rules: Rules, clock: Callable[[], float] = time.time
 ) -> float | str:
-    """Return the time to which the ages of steps count, in seconds since the epoch.
-
-    It is a text, the reason to remove nothing by age, if the clock of this node is not that of the
-    root's file system, or if a step was committed in the future.
-    """
+    """Return the time in seconds since the epoch; or, if a clock is wrong, why no age is known."""
     now = clock()
     if not any(each.goes_by_time for each in (rules.checkpoints, rules.syncs, rules.quarantine)):
         return now

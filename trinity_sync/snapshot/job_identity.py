@@ -32,7 +32,7 @@ from trinity_sync.fs.atomic import (
     read_uncached,
     replace_file,
 )
-from trinity_sync.fs.locks import acquire_file_lock, create_file
+from trinity_sync.fs.locks import LOCKS, acquire_file_lock, create_file, open_lock_file
 from trinity_sync.fs.records import Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, ROOT_FORMAT, job_id_of
 
@@ -135,6 +135,11 @@ def list_registered_roots(home: Path) -> list[Path]:
 def _write(root: Path, found: JobIdentity | None, made: JobIdentity, adopted: str) -> str:
     path = root / IDENTITY_FILE
     make_folder(path.parent)
+    with suppress(OSError):  # so that steps can be removed when the disk is full
+        make_folder(path.with_name("trash"))
+        for name in LOCKS:
+            with open_lock_file(path.with_name(name)):
+                pass
     if found is None and create_file(path, encode_record(made)):
         return made.identity
     with acquire_file_lock(path.with_suffix(".lock")):

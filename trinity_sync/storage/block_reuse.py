@@ -48,8 +48,11 @@ def remove_folder(root: str | Path, folder: Path, *, keep: int) -> None:
                 found = path.lstat()
                 if stat.S_ISREG(found.st_mode) and WORTHWHILE <= found.st_size <= room:
                     spare = _folder(root) / uuid.uuid4().hex
-                    make_folder(spare.parent)
-                    move(path, spare)
+                    try:
+                        make_folder(spare.parent)
+                        move(path, spare)
+                    except OSError:  # such as on a full disk: it is removed with the others
+                        continue
                     if has_no_other_users(spare):
                         room -= found.st_size
                     else:

@@ -64,12 +64,13 @@ class Lease(_LeaseRecord):
 
 
 @functools.cache
-def warn_unwritable(root: Path) -> None:
+def warn_unwritable(root: Path, why: str) -> None:
     """Log, once a process, that a root, a real path, can be read and not written."""
     logger.warning(
-        "%s cannot be written by this process: its steps are read without a lease, so do not "
+        "%s cannot be written by this process (%s): its steps are read without a lease, so do not "
         "remove them meanwhile, and none can be saved",
         root,
+        why,
     )
 
 
@@ -103,7 +104,7 @@ def lease_to_read(
                 leased.callback(_release, path, process)
         except OSError as error:
             if error.errno in UNWRITABLE:
-                warn_unwritable(Path(root).resolve())
+                warn_unwritable(Path(root).resolve(), error.strerror)
             else:
                 logger.warning(
                     "cannot lease step %d in %s (%s): do not remove it while it is read",

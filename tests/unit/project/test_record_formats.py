@@ -446,7 +446,7 @@ def test_steps_of_another_release_in_a_store_end_what_looks_at_all_of_them(
         lambda: fetch(url, 2, tmp_path),
         lambda: fetch_newest(tmp_path / "new", Remote(url)),
         lambda: replicate(job.root, url, 2),
-        lambda: prune_remote(job.root, url, rules(), 0),
+        lambda: prune_remote(job.root, url, rules()),
     ):
         with pytest.raises(FormatError):
             use()

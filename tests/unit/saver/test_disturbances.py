@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.support.disk import no_file_opens
 from tests.support.job import Job
@@ -26,14 +27,16 @@ from tests.support.savers import await_that, savers_of
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Settings
 from trinity_sync import saver as saver_module
+from trinity_sync.cli.commands import app
 from trinity_sync.client.saver_control import SERVED, name_saver
-from trinity_sync.errors import SaveFailedError
+from trinity_sync.errors import RootError, SaveFailedError
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import slot_pool
+from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import read_manifest
 
@@ -198,6 +201,39 @@ def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
             require_committed(root, last)
         assert raised == {}
     kill_savers(spool)
+
+
+@pytest.mark.parametrize("full", ["bytes and inodes", "inodes"])
+def test_on_a_full_disk_a_start_loads_and_prune_makes_room(
+    settings: Settings, small_disk: Path, full: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=32m", small_disk], check=True)
+    root, spared = small_disk / "ckpts", WORTHWHILE // 4
+    start = partial(CheckpointCoordinator, root, settings=settings, job={"keep": "last=9"})
+    with start() as saves:
+        for step in range(1, 7):
+            saves.save(step, {"model": {"w": torch.full((spared,), float(step))}})
+            saves.wait_all(60)
+    kill_savers(settings.spool)
+    found = os.statvfs(small_disk)
+    options = [f"remount,nr_inodes={found.f_files - found.f_ffree}"]
+    if "bytes" in full:
+        options.append(f"size={(found.f_blocks - found.f_bfree) * found.f_frsize}")
+    subprocess.run(["mount", "-o", ",".join(options), small_disk], check=True)
+    with start() as saves:
+        assert saves.load(saves.latest_step())["model"]["w"].unique().tolist() == [6.0]
+        assert "cannot be written by this process (No space left on device)" in caplog.text
+        with pytest.raises(RootError, match="Free space there"):
+            save(saves, 7)
+    arguments = "prune", str(root), "--keep", "last=1", "--yes"
+    done = CliRunner().invoke(app, arguments, env=settings.to_variables())
+    assert done.exit_code == 0, done.output
+    assert Checkpoints(root).steps() == [6]
+    with start() as saves:
+        assert saves.load(6)["model"]["w"].unique().tolist() == [6.0]
+        saves.save(7, {"model": {"w": torch.full((spared,), 7.0)}})
+        saves.wait_all(60)
+        require_committed(root, 7)
 
 
 def test_a_save_is_followed_to_its_end_also_where_no_thread_can_be_started(

@@ -1,19 +1,24 @@
 """A saver that is killed between any two changes of names loses nothing; the next one goes on."""
 
 import itertools
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.dying import in_a_process
+from tests.support.dying import end_of, in_a_process
 from tests.support.job import Job
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saver import Saver
-from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.journal import Journal, read_entry
+from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.restore import load_states
@@ -100,3 +105,58 @@ def test_a_save_that_fails_is_told_at_whatever_instant_its_saver_is_killed(
         if reached != step:
             break
     assert step > 2
+
+
+class Killing(SaverDriver):
+    """Saves in which the kernel kills the saver for its memory."""
+
+    async def _persist(self) -> None:
+        if self.request.step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await super()._persist()
+
+    async def _copy(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledSaver(Saver):
+    def _make_driver(self, request: SaveRequest) -> SaverDriver:
+        return Killing(request, self._writing, self._spool, self._node)
+
+
+def live_long(spool: Path) -> None:
+    """Commit what waits, as long as anything does, and end."""
+    saver = KilledSaver(spool, NodeWriting())
+    while saver._look():
+        for save in list(saver._saves.values()):
+            save.join()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_save_that_kills_its_savers_fails_and_holds_up_no_other(
+    job: Job, tmp_path: Path, step: int
+) -> None:
+    """Before its commit, or after it."""
+    spool, root = job.spool.folder.parent, tmp_path / "other"
+    root.mkdir()
+    open_identity(root)
+    other = Job(root, open_job_spool(spool, root))
+    write_job_settings(job.root, {"remote": (tmp_path / "remote").as_uri()})
+    job.stage(step, {"model": {"w": torch.ones(9)}})
+    ends = []
+    for later in (11, 12, 13):
+        other.stage(later, {"model": {"w": torch.ones(9)}})
+        for each in (job, other):
+            (each.spool.folder / SERVED).write_text(f"0 {name_saver()}")
+        ends.append(end_of(lambda: live_long(spool)))
+        if later > 11:  # the others came first
+            assert find_newest(root).step == later
+    assert ends == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    told = read_entry(job.request(step))
+    assert told
+    assert "2 savers were killed while they saved it" in told.message
+    assert [each.step for each in iter_committed_steps(job.root)] == [2] * (step == 2)
+    assert [each.step for each in iter_committed_steps(root)] == [11, 12, 13]
+    assert not [*spool.glob(f"*/*{saver_module.BEGUN}")]
+    for stager in other.stagers.values():
+        stager.close()
