@@ -342,16 +342,6 @@ def test_a_value_that_few_readers_of_json_know_hides_no_other(more: str) -> None
     assert found.value.run is None
 
 
-def test_what_a_manifest_was_asked_is_not_written_with_it(job: Job) -> None:
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    manifest = job.commit(1)
-    asked, other = read_manifest(job.root, 1), read_manifest(job.root, 1)
-    assert asked.images
-    assert asked.roles == ("actor",)
-    assert asked == other == manifest
-    assert encode_record(asked) == encode_record(other)
-
-
 @pytest.mark.parametrize(
     "text", ["9" * 5000, "9" * 40, "007", "\u0663", "-1", "1e3", "", "nan", "4.0"]
 )

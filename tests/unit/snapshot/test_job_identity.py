@@ -158,18 +158,6 @@ def test_an_image_that_comes_late_joins_no_commit_of_the_new_root(
     assert read_manifest(root, 20) == before
 
 
-def test_the_request_of_an_old_root_does_not_answer_for_the_new_one(
-    root: Path, server: Server, settings: Settings
-) -> None:
-    train(root, server, 20, 1.0)
-    assert work(server, settings) == ["completed"]
-    shutil.rmtree(root)
-    train(root, server, 20, 2.0)
-    assert work(server, settings) == ["completed"]
-    assert len(server.runs) == 2
-    assert load(root, 20)["model"] == 2.0
-
-
 def test_images_of_a_removed_root_wait_until_their_memory_is_needed_and_are_named_then(
     root: Path, server: Server, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:

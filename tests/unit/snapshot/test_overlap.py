@@ -158,14 +158,6 @@ def test_a_later_save_that_is_torn_does_not_stop_the_training(saves: Saves) -> N
     assert saves.submitted == [1, 3]
 
 
-def test_the_next_save_waits_for_the_one_that_overlaps(saves: Saves) -> None:
-    weight = torch.rand(BIG)
-    saves.save(1, {"w": weight})
-    saves.stager.begin.set()
-    saves.save(2, {"w": weight}, overlap=False)
-    assert saves.submitted == [1, 2]
-
-
 def test_a_change_that_pytorch_does_not_count_is_found_by_a_sample(saves: Saves) -> None:
     weight = torch.zeros(BIG)
     count = weight._version

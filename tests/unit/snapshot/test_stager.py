@@ -426,14 +426,6 @@ def test_closing_removes_free_slots_and_the_others_are_removed_once_their_image_
     assert not [*job.spool.folder.glob("*.slot*")]
 
 
-def test_a_job_that_has_ended_leaves_nothing_in_shared_memory(job: Job) -> None:
-    job.commit_states(1, {"model": {"w": torch.zeros(3)}})
-    job.spool.receipts.mkdir()
-    job.stagers.pop(0).close()
-    job.spool.remove_if_unused()
-    assert not job.spool.folder.exists()
-
-
 def test_ranks_that_end_at_the_same_moment_do_not_trip_over_each_other(job: Job) -> None:
     for _ in range(200):
         job.spool.receipts.mkdir(parents=True, exist_ok=True)
@@ -476,16 +468,6 @@ def test_the_failure_of_a_save_is_never_noted_at_the_image_of_a_later_save(job: 
     with when_opened(mark.with_name(mark.name + TEMPORARY_SUFFIX), evict):
         mark_failed(job.spool, job.save(1), "its disk was full")
     assert {s.ticket.step: s.failed for s in job.spool.tickets()[0]} == {1: True, 3: False}
-
-
-def test_the_failure_of_an_evicted_image_is_not_noted_at_the_one_in_its_place(job: Job) -> None:
-    job.stagers[0] = Stager(job.spool, slots=1, slot_wait_s=0.0)
-    job.stage(1, {"model": {"w": torch.ones(10)}})
-    (evicted,) = job.spool.tickets()[0]
-    job.stage(2, {"model": {"w": torch.ones(10)}})
-    mark_image_failed(evicted, "its disk was full")
-    (sealed,) = job.spool.tickets()[0]
-    assert (sealed.slot, sealed.ticket.step, sealed.failed) == (evicted.slot, 2, False)
 
 
 def test_the_commit_of_an_evicted_image_does_not_free_the_one_in_its_place(job: Job) -> None:

@@ -114,17 +114,6 @@ def require_published(trainer: Trainer, published: VersionTag) -> None:
     reader.unlock()
 
 
-def test_an_upload_that_another_trainer_has_overwritten_is_saved_from_the_state(
-    trainers: tuple[Trainer, Trainer],
-) -> None:
-    first, second = trainers
-    first.upload(5)
-    second.stage(9)
-    assert same(second.commit(9), second.state(9))
-    first.stage(5)
-    assert same(first.commit(5), first.state(5))
-
-
 def test_an_upload_that_another_trainer_has_overwritten_is_not_published(
     trainers: tuple[Trainer, Trainer],
 ) -> None:
@@ -247,20 +236,6 @@ def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Tr
     assert not same_slot.try_lock()
     slot.unlock()
     assert parent.publish(5)
-
-
-def test_a_child_that_also_saves_is_another_trainer(trainers: tuple[Trainer, Trainer]) -> None:
-    parent, _ = trainers
-    parent.upload(5)
-
-    def upload() -> None:
-        parent.run = 3
-        parent.upload(6)
-
-    assert end_of(upload) == 0
-    assert parent.publish(5) is None
-    parent.stage(5)
-    assert same(parent.commit(5), parent.state(5))
 
 
 @pytest.mark.parametrize("instant", range(1, 9))

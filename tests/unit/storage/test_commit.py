@@ -26,7 +26,6 @@ from trinity_sync.errors import (
     MissingShardsError,
     RootAwayError,
     SaveError,
-    SupersededError,
     TicketError,
 )
 from trinity_sync.fs.direct_io import RateLimit, digest_cached_file
@@ -50,7 +49,6 @@ from trinity_sync.storage.manifest import is_committed, read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
-from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import discard, mark_failed
 from trinity_sync.storage.save_functions import (
@@ -131,26 +129,6 @@ def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> N
     assert (folder(job, 3) / ".full_checkpoint").exists()
 
 
-@pytest.mark.parametrize("first", ["state_dict", "checkpoint"])
-def test_a_sync_and_a_checkpoint_that_both_wrote_the_model_both_commit(
-    job: Job, first: Kind
-) -> None:
-    kinds: list[Kind] = ["state_dict", "checkpoint"]
-    for kind in kinds:
-        job.stage(3, {"model": state(3)}, kind=kind)
-    images = {sealed.ticket.image for sealed in job.spool.tickets()[0]}
-    written = {kind: job.persist(3, kind=kind) for kind in kinds}
-    for kind in sorted(kinds, key=lambda kind: kind != first):
-        commit(job.save(3, kind=kind), written[kind])
-    manifest = require_committed(job.root, 3)
-    assert manifest.kinds == ("checkpoint", "state_dict")
-    assert manifest.images == images
-    path = folder(job, 3) / manifest.files[0].path
-    assert path.stat().st_ino == written[first][0].identity[0]  # it was official, and stays
-    assert digest_cached_file(path) == manifest.files[0].digest
-    assert not list(folder(job, 3).rglob("*.tmp"))
-
-
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
 def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Kind) -> None:
     job.commit_states(3, {"model": state(1)}, kind=kind)
@@ -172,32 +150,6 @@ def test_a_component_that_is_submitted_after_the_commit_is_refused(job: Job, kin
     assert require_committed(job.root, 3) == committed
 
 
-def test_weights_of_a_role_whose_checkpoint_has_none_are_its_sync(job: Job) -> None:
-    job.roles = ("actor", "critic")
-    job.stage(3, {"model": state(1)})
-    job.stage(3, {"optim": state(2)}, role="critic")
-    written = [*job.persist(3, "model"), *job.persist(3, "optim")]
-    commit(job.save(3), written)
-    job.roles = ("critic",)
-    job.stage(3, {"model": state(3)}, kind="state_dict", role="critic", roles=("critic",))
-    job.commit(3, kind="state_dict")
-    names = [record.path for record in require_committed(job.root, 3).files]
-    assert MODEL.replace("actor", "critic") in names
-
-
-def test_of_a_step_that_is_submitted_twice_before_its_commit_no_components_are_mixed(
-    job: Job,
-) -> None:
-    job.stage(2, {"model": state(0)}, kind="state_dict")
-    job.stage(3, {"model": state(1), "optim": state(1)})
-    job.commit(2, kind="state_dict")  # so the model's slots are filled in another order
-    job.commit_states(3, {"model": state(2), "optim": state(2)})
-    for name in (MODEL, MODEL.replace("model", "optim")):
-        assert torch.load(folder(job, 3) / name)["w"][0] == 1
-    late = job.spool.tickets()[0]
-    assert [sealed.failed for sealed in late] == [True, True]  # the second one is not saved
-
-
 def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
     written = []
     for value, component in ((1, "optim"), (2, "model")):
@@ -209,15 +161,6 @@ def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
     with pytest.raises(MissingShardsError, match="mixes two submissions of rank 0"):
         commit(job.save(3), written)
     assert find_newest(job.root) is None
-
-
-def test_what_is_submitted_again_with_the_same_values_is_committed(job: Job) -> None:
-    for _ in range(2):
-        job.commit_states(3, {"model": state(1)})
-        job.stagers.pop(0).close()
-    assert job.spool.tickets() == ([], [])
-    assert len(require_committed(job.root, 3).images) == 2
-    assert not list(folder(job, 3).rglob("*.tmp"))
 
 
 def test_an_image_that_its_save_was_committed_without_is_kept_and_said(
@@ -655,18 +598,6 @@ def test_a_sync_never_takes_the_newest_checkpoint_away(job: Job, resumed_from: i
     assert (find_newest(job.root).step, find_newest(job.root).run) == (40, 2)
 
 
-def test_a_sync_may_replace_a_checkpoint_that_is_not_the_newest(job: Job) -> None:
-    checkpoints_of_a_run(job, 30, 40, 50)
-    open_run(job.root, "second", 30)
-    job.commit_states(40, {"model": state(-1)}, run=2, kind="state_dict")
-    assert read_latest_pointer(job.root, "checkpoint") == find_newest(job.root).step == 50
-    assert (
-        read_latest_pointer(job.root, "state_dict")
-        == find_newest(job.root, "state_dict").step
-        == 40
-    )
-
-
 @pytest.mark.parametrize("claim", [pin, partial(tag, name="best")])
 def test_a_sync_never_takes_a_pinned_checkpoint_away(job: Job, claim: Callable[..., Any]) -> None:
     checkpoints_of_a_run(job, 30, 40, 50)
@@ -770,27 +701,6 @@ def test_a_checkpoint_is_committed_that_was_written_when_the_sync_of_its_step_re
     for name, value in (("model", -11), ("optim", 2)):
         again = torch.load(folder(job, 11) / f"actor/{name}_world_size_1_rank_0.pt")
         assert torch.equal(again["w"], state(value)["w"])
-
-
-def test_a_fresh_run_quarantines_the_steps_that_it_replaces(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A user who forgot to load, or started a second training on the root, loses no step."""
-    open_run(job.root, "first", 0)
-    for step in (10, 20):
-        job.commit_states(step, {"model": state(step)})
-    open_run(job.root, "second", 0)
-    job.commit_states(10, {"model": state(-10)}, run=2)
-    assert find_newest(job.root).run == 2
-    (aside,) = (job.root / ".trinity_sync/quarantine").iterdir()
-    assert str(aside) in caplog.text
-    assert not list(aside.rglob(".*.tmp"))
-    folder(job, 10).rename(job.root / "by the second run")
-    (aside / "global_step_10").rename(folder(job, 10))  # as if by hand, to have it back
-    again = torch.load(folder(job, 10) / "actor/model_world_size_1_rank_0.pt")
-    assert torch.equal(again["w"], state(10)["w"])
-    require_committed(job.root, 10)
-    require_committed(job.root, 20)
 
 
 def test_steps_that_runs_of_one_second_replace_are_all_kept(job: Job) -> None:
@@ -906,24 +816,6 @@ def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(job:
     assert find_newest(job.root) is None
 
 
-def test_a_run_of_the_same_number_and_another_key_commits_nothing(job: Job) -> None:
-    open_run(job.root, "first", 0)
-    job.stage(4, {"model": state(1)})
-    written = job.persist(4)
-    with pytest.raises(SupersededError, match="the root was removed and recreated"):
-        commit(replace(job.save(4), run_key="another"), written)
-    assert find_newest(job.root) is None
-
-
-def test_an_image_of_a_lost_run_of_the_same_number_is_not_committed(job: Job) -> None:
-    open_run(job.root, "first", 0)
-    job.stage(4, {"model": state(1)}, run_key="of before the root was restored")
-    with pytest.raises(MissingShardsError):
-        job.commit(4)
-    job.commit_states(4, {"model": state(2)})
-    assert load_states(job.root, 4, "actor")["model"]["w"][0] == 2
-
-
 def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_same_again(
     job: Job,
 ) -> None:
@@ -949,10 +841,3 @@ def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
     manifest = commit(job.save(3), job.persist(3, "model", "optim"), [receipt])
     assert [file.path for file in manifest.files].count(shard) == 1
     assert read_manifest(job.root, 3).find_file(shard).component == "model"
-
-
-def test_a_shard_of_the_sync_stays_one_if_a_function_of_the_checkpoint_lists_it(job: Job) -> None:
-    job.commit_states(3, {"model": state(1)}, kind="state_dict")
-    receipt = CallableStatus("own", 1, 3, "checkpoint", 0, "1/1", "finished", files=(MODEL,))
-    commit(job.save(3), [], [receipt])
-    assert read_manifest(job.root, 3).find_file(MODEL).component == "model"

@@ -60,7 +60,6 @@ from trinity_sync.saves import journal
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import save_timing
 from trinity_sync.storage.block_reuse import WORTHWHILE, list_spares, remove_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.dcp_folder import FOLDER_FILE, link_step
@@ -284,21 +283,6 @@ def test_a_pipe_in_the_place_of_a_record_is_named_and_holds_nothing_up(
     said = call((*readers(trained), *a_life(trained, tmp_path)))
     assert not [text for text in said if "/proc/" in text]
     assert name in OTHERS or str(pipe) in "".join([*said, caplog.text])
-
-
-def test_the_half_of_a_log_that_is_a_link_is_not_copied_into_the_root(
-    job: Job, private: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (private / "thesis.tex").write_bytes(SECRET + b"\n" + SECRET + b"\n")
-    log = job.root / PRIVATE_FOLDER / "saves.jsonl"
-    log.symlink_to(private / "thesis.tex")
-    monkeypatch.setattr(save_timing, "MAX_BYTES", 1)
-    save_timing.append_removal(job.root, 1, 1, 0.0)
-    assert log.is_symlink()
-    log.unlink()
-    for step in (1, 2):
-        save_timing.append_removal(job.root, 1, step, 0.0)
-    assert [each.step for each in save_timing.read_removals(job.root)] == [2]
 
 
 def link_of_another_user(link: Path, to: Path) -> None:
