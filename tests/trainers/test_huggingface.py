@@ -558,16 +558,6 @@ def test_if_the_best_step_was_not_saved_the_best_before_it_is_loaded(
     assert best_pins(tmp_path / "ckpts") == [4]
 
 
-def test_without_any_best_step_the_weights_stay_as_they_are(
-    callback: MakeCallback, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer, seen, _ = evaluated(callback, stop=2, trigger=FailsAt(2), **LOADS_BEST)
-    trainer.train()
-    assert differences(dict(trainer.model.state_dict()), seen.weights[2]) == []
-    assert "weights stay those of step 2" in caplog.text
-    assert trainer.state.best_model_checkpoint is None
-
-
 def test_a_best_checkpoint_that_trainer_itself_has_saved_is_loaded_by_it(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
@@ -581,16 +571,6 @@ def test_a_best_checkpoint_that_trainer_itself_has_saved_is_loaded_by_it(
     assert sorted(second.weights) == steps_on_disk(tmp_path / "ckpts") == [6]
     assert differences(dict(trainer.model.state_dict()), first.weights[4]) == []
     assert best_pins(tmp_path / "ckpts") == []
-
-
-def test_what_trainer_has_saved_before_stays_if_the_best_step_is_not_to_be_loaded(
-    tmp_path: Path, callback: MakeCallback
-) -> None:
-    (tmp_path / "out/checkpoint-1").mkdir(parents=True)
-    trainer, _, _ = evaluated(callback, stop=2, save_total_limit=1)
-    trainer.train()
-    assert trainer.state.best_global_step == 2
-    assert trainer.state.best_model_checkpoint is None
 
 
 @pytest.mark.parametrize("lasts", [False, True])

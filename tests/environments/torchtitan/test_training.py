@@ -18,9 +18,8 @@ from tests.conftest import environment
 from tests.support.states import differences
 from tests.support.waiting import until
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.layout import step_folder
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import list_runs
 
@@ -93,12 +92,6 @@ def test_ranks_killed_the_instant_after_a_save_resume_from_it_bit_equal(
     saved = read(step_folder(folder / "ours", 12) / "actor")
     assert {"optimizer", "lr_scheduler", "dataloader", "train_state"} < saved.keys()
     assert differences(read(folder / "plain" / "step-12"), saved) == []
-
-
-def test_only_the_newest_committed_steps_remain(folder: Path, resumed: dict[int, str]) -> None:
-    kept = [8, 10, 12]
-    until(lambda: sorted(steps_on_disk(folder / "ours")) == kept, "the removal of older steps")
-    assert find_newest(folder / "ours").step == 12
 
 
 MORE = ["--training.steps", "14"]

@@ -78,21 +78,17 @@ Commit = Callable[..., None]
 def commit(job: Job, tmp_path: Path) -> Commit:
     """Commits a step with the shards of a model, its config and a tokenizer's file."""
 
-    def save(
-        ranks: list[State], config: Any, adapter: Any = None, *, step: int = 1, **other: Any
-    ) -> None:
+    def save(ranks: list[State], config: Any, **other: Any) -> None:
         job.world_size = len(ranks)
         metadata = tmp_path / "metadata"
         shutil.rmtree(metadata, ignore_errors=True)
         (metadata / "huggingface").mkdir(parents=True)
         config.save_pretrained(metadata / "huggingface")
         (metadata / "huggingface/tokenizer.json").write_text('{"a": 1}')
-        if adapter:
-            adapter.save_pretrained(metadata / "lora_adapter")
         for rank, state in enumerate(ranks):
             small = metadata if rank == 0 else None
-            job.stage(step, {"model": state}, rank=rank, metadata=small, **other)
-        job.commit(step, "model", "metadata")
+            job.stage(1, {"model": state}, rank=rank, metadata=small, **other)
+        job.commit(1, "model", "metadata")
 
     return save
 
@@ -235,28 +231,6 @@ def test_weights_and_config_have_the_dtype_that_was_asked_for(
     assert same(weights(tmp_path / "out"), cast)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch_dtype
-
-
-def test_an_adapter_is_a_folder_that_peft_loads(job: Job, commit: Commit, tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    base = tiny()
-    expected = {name: value.clone() for name, value in base.state_dict().items()}
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
-    model = get_peft_model(base, lora)
-    for name, value in model.state_dict().items():
-        if "lora_B" in name:
-            value.normal_()
-    commit(shards(model.state_dict(), (2,)), base.config)
-    with pytest.raises(ExportError, match=r"the step has no lora_adapter/adapter_config\.json"):
-        export_step(job.root, 1, to=tmp_path / "out")
-    commit(shards(model.state_dict(), (2,)), base.config, lora, step=2)
-    export_step(job.root, 2, to=tmp_path / "out")
-    assert same(weights(tmp_path / "out"), expected)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    again = PeftModel.from_pretrained(loaded, tmp_path / "out/lora_adapter")
-    assert again.peft_config["default"].lora_alpha == 8
-    assert same(dict(again.state_dict()), dict(model.state_dict()))
 
 
 def test_a_killed_export_resumes(job: Job, commit: Commit, tmp_path: Path) -> None:
@@ -457,15 +431,6 @@ def test_a_later_run_does_not_inherit_an_export_that_failed(job: Job, commit: Co
         job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
     job.commit(1, run=2, kind="state_dict")
     assert list_missing_exports(require_committed(job.root, 1)) == []
-
-
-def test_an_earlier_export_is_replaced_by_that_of_another_dtype(
-    job: Job, model: Any, tmp_path: Path
-) -> None:
-    export_step(job.root, 1, to=tmp_path / "out")
-    export_step(job.root, 1, to=tmp_path / "out", dtype="bf16")
-    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
-    assert not list(tmp_path.glob(".out*"))
 
 
 def test_states_that_are_no_fsdp_model_are_refused(

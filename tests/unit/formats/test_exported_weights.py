@@ -536,9 +536,12 @@ def test_an_adapter_that_was_saved_alone_is_exported_alone(job: Job, tmp_path: P
     kind.make().save_pretrained(tmp_path / "base")
     trained = adapted.make(tmp_path / "base")
     state = {name: value for name, value in trained.state_dict().items() if "lora_" in name}
+    commit(job, tmp_path / "without", 1, state, trained.config)
+    with pytest.raises(ExportError, match=r"the step has no lora_adapter/adapter_config\.json"):
+        export_step(job.root, 1, to=tmp_path / "exported")
     trained.peft_config["default"].save_pretrained(tmp_path / "metadata/lora_adapter")
-    commit(job, tmp_path / "metadata", 1, state, trained.config)
-    export_step(job.root, 1, to=tmp_path / "exported")
+    commit(job, tmp_path / "metadata", 2, state, trained.config)
+    export_step(job.root, 2, to=tmp_path / "exported")
     assert not [*(tmp_path / "exported").glob("*.safetensors")]
     base = load(kind, tmp_path / "base")
     found = PeftModel.from_pretrained(base, tmp_path / "exported/lora_adapter")

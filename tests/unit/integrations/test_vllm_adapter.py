@@ -106,15 +106,6 @@ def test_a_name_is_that_of_one_job_while_its_publisher_lives(
     assert name not in offered
 
 
-def test_an_adapter_whose_files_were_replaced_is_not_offered(
-    folder: WeightFolder, url: str, offered: dict[str, str]
-) -> None:
-    replaced = VLLMAdapter(url).load(publish(folder, 1))
-    shutil.rmtree(folder.out)
-    name = VLLMAdapter(url).load(publish(folder, 2))
-    assert [*offered] == [name] != [replaced]
-
-
 def test_an_engine_of_this_process_loads_a_new_version_under_an_old_path(
     folder: WeightFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

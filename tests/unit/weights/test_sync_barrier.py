@@ -83,15 +83,6 @@ def test_when_the_trainer_gives_up_no_explorer_goes_on_waiting() -> None:
     assert first.version is None
 
 
-def test_an_explorer_that_dies_before_a_broadcast_fails_it_for_all() -> None:
-    barrier = SyncBarrier()
-    barrier.set_explorer("b", Status.RUNNING)
-    trainer, first = barrier.arrive(None, 6), barrier.arrive("a")
-    barrier.set_explorer("b", Status.STOPPED)
-    assert (trainer.over, trainer.version) == (first.over, first.version) == (True, None)
-    assert barrier.explorers == {"a": Status.RUNNING, "b": Status.STOPPED}
-
-
 @pytest.mark.parametrize("alone", ["trainer", "explorer"])
 def test_a_barrier_without_another_member_is_over_at_once(alone: str) -> None:
     rendezvous = SyncBarrier().arrive(None, 3) if alone == "trainer" else SyncBarrier().arrive("a")

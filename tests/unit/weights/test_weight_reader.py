@@ -1,6 +1,5 @@
 """A reader opens the newest version that is complete, from memory or from a commit."""
 
-import asyncio
 import os
 import signal
 import textwrap
@@ -206,16 +205,6 @@ def overwritten(job: Job, step: int) -> Version:
     """A version whose image is no longer in memory."""
     image = ImageRef("here", str(job.spool.folder / "removed"), "", 0, 1)
     return Version(step, 1, "memory", str(job.root), images=(image,))
-
-
-def test_the_newest_version_is_loaded(
-    job: Job, versions: VersionFile, reader: WeightReader
-) -> None:
-    for step in (1, 2, 3):
-        versions.tell(upload(job, step, weights(step)))
-        assert asyncio.run(reader.wait_newer(timeout_s=60)) == versions.latest()
-        assert loaded(reader) == (step, step)
-    assert asyncio.run(reader.wait_newer(timeout_s=0.01)) is None
 
 
 def test_a_newer_version_replaces_an_overwritten_one(
