@@ -150,10 +150,6 @@ def test_the_page_begins_with_the_status(facts: JobReport) -> None:
     assert text.index("|Failures|") < text.index("Steps on disk")
 
 
-def test_without_a_server_it_says_what_it_does_not_know(facts: JobReport) -> None:
-    assert "no Prefect server is known" in text_of(render_report(facts))
-
-
 def test_failures_say_what_to_type(facts: JobReport) -> None:
     page = render_report(with_failures(facts))
     rows = table_of(page, "failures")
@@ -185,22 +181,6 @@ def test_charts_show_stall_phases_speed_and_size_of_each_save(facts: JobReport) 
     (phases, *_) = bars["Submitted to committed"]
     assert re.fullmatch(r"step 10: queue .+ m?s, write .+ m?s, commit .+ m?s", phases)
     assert {"queue", "write", "commit"} <= set(re.findall(r"</i> (\w+)</span>", page))
-
-
-def test_the_highest_bar_fills_the_chart_and_the_others_are_in_proportion(facts: JobReport) -> None:
-    (save, *_) = facts.saves
-    saves = tuple(
-        replace(save, step=step, timing=replace(save.timing, nbytes=nbytes))
-        for step, nbytes in ((1, 500), (2, 2000), (3, 0))
-    )
-    (size,) = re.findall(
-        r"<figure>\s*<figcaption><b>Size</b>.*?</figure>",
-        render_report(replace(facts, saves=saves)),
-        flags=re.S,
-    )
-    assert re.findall(r"style='height:(.*?)%'", size) == ["25.00", "100.00", "0.00"]
-    assert "<div class=top>2.0 kB</div>" in size
-    assert re.search(r"<span>step 1</span><span>step 3</span>", size)
 
 
 def test_the_disk_is_drawn_before_and_after_what_was_removed(job: Job, tmp_path: Path) -> None:
@@ -308,13 +288,6 @@ def test_two_jobs_are_shown_side_by_side_on_one_scale(tmp_path: Path, spool_fold
     heights = [float(each) for each in re.findall(r"height:([0-9.]+)%", charts)]
     assert (len(heights), heights[1]) == (2, 100.0)
     assert 0 < heights[0] < 10
-
-
-def test_a_job_without_steps_has_a_page_too(tmp_path: Path) -> None:
-    with environment({}):
-        found = collect_report(Settings(home=tmp_path, spool=tmp_path / "none"), tmp_path)
-    assert found.health.status == "empty"
-    assert "nothing is committed" in render_report(found)
 
 
 def test_the_command_prints_the_same_as_json(facts: JobReport, tmp_path: Path) -> None:

@@ -78,16 +78,6 @@ def test_each_rank_has_its_own(coordinator_of: Open, job: Job) -> None:
     assert ranks[0].attachment(4, "position", rank=1) == b"1"
 
 
-def test_one_rank_may_attach_alone(coordinator_of: Open, job: Job) -> None:
-    job.world_size = 2
-    ranks = [coordinator_of(rank, 2) for rank in (0, 1)]
-    ranks[0].attach("position", b"0", step=4)
-    for saves in ranks:
-        saves.save(4, MODEL)
-    job.commit(4, "model", "attachments")
-    assert ranks[0].attachment(4, "position") == b"0"
-
-
 def test_a_step_without_what_was_attached_is_not_committed(coordinator_of: Open, job: Job) -> None:
     saves = coordinator_of()
     saves.attach("position", b"17", step=4)

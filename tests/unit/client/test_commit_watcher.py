@@ -469,28 +469,6 @@ def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a
         assert "model of step 4, role actor, rank 0 is not saved" in failures[0]
 
 
-def test_a_save_that_was_refused_has_not_failed_once_it_is_submitted_again(
-    job: Job, settings: Settings
-) -> None:
-    request = job.request(4, components=("model",))
-    answers = {"/deployments": (422, "{}")}
-    with server(answers) as url:
-        watcher = CommitWatcher(SaveTrigger(settings, url), job.spool)
-        job.stage(4, {"model": {"w": torch.zeros(3)}})
-        watcher.follow(request, submit=True)
-        (failure,) = watcher.wait(time.monotonic() + 30)
-        assert "refuses the request" in failure
-        assert all(image.failed for image in job.spool.tickets()[0])
-        answers["/deployments"] = 201, json.dumps({"id": str(uuid4())})
-        assert watcher.find_attempt(request.save).attempt == 2
-        job.stage(4, {"model": {"w": torch.zeros(3)}}, attempt=2)
-        watcher.follow(request.model_copy(update={"attempt": 2}), submit=True)
-        with pytest.raises(SaveTimeoutError):  # nothing commits it here
-            watcher.wait(time.monotonic() + 2)
-        watcher.close()
-        end_savers(settings.spool)
-
-
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("parties", ["roles", "ranks"])
 def test_what_is_submitted_again_is_committed_with_what_the_others_submit_again(

@@ -125,3 +125,14 @@ def test_a_sync_that_a_checkpoint_serves_is_committed_with_it(coordinator_of: Op
     trigger.go()
     sync.wait(30)
     assert sync.committed
+
+
+def test_a_component_after_its_step_was_submitted_and_an_unknown_role_are_refused(
+    coordinator_of: Open,
+) -> None:
+    saves = coordinator_of()
+    saves.save(19, STATES)
+    with pytest.raises(ConfigError, match="in one call"):
+        saves.save(19, {"optim": {"w": torch.ones(3)}})
+    with pytest.raises(ConfigError, match="TRINITY_SYNC_ROLES"):
+        saves.save(20, STATES, role="critic")

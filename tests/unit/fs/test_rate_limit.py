@@ -1,7 +1,5 @@
 """What several writers of a node write together stays within the limit."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,23 +43,6 @@ def test_a_time_far_ahead_from_before_a_reboot_delays_by_one_chunk(tmp_path: Pat
     RateLimit(tmp_path / "rate", LARGEST, clock=later, sleep=later.sleep).admit(LARGEST)
     RateLimit(tmp_path / "rate", LARGEST, clock=clock, sleep=clock.sleep).admit(LARGEST)
     assert clock.now == 101.0
-
-
-def test_another_process_waits_for_the_time_in_the_file(tmp_path: Path) -> None:
-    code = """
-import sys
-from pathlib import Path
-
-import pytest
-from trinity_sync.fs.direct_io import RateLimit
-waits = []
-RateLimit(Path(sys.argv[1]), 1.0, clock=lambda: 100.0, sleep=waits.append).admit(1)
-print(waits)
-"""
-    clock = Clock()
-    RateLimit(tmp_path / "rate", 1.0, clock=clock, sleep=clock.sleep).admit(5)
-    command = [sys.executable, "-c", code, str(tmp_path / "rate")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[5.0]\n"
 
 
 def test_a_limit_without_its_file_delays_nothing_and_says_so_once(

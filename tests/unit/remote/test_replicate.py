@@ -159,18 +159,6 @@ def test_a_file_that_differs_now_is_not_written_into_the_one_that_it_equaled(
             assert Remote(any_url).find_mismatch(4, record, lambda _: None) == ""
 
 
-def test_a_killed_upload_of_equal_files_resumes(job: Job, any_url: str) -> None:
-    job.world_size = 3
-    for rank in range(3):
-        job.stage(4, {"model": state(1)}, rank=rank)
-    manifest = job.commit(4)
-    kill_after_the_first_file(job, any_url)
-    done = replicate(job.root, any_url, 4)
-    assert (done.uploaded, done.nbytes) == (2, 0)
-    for record in manifest.files:
-        assert Remote(any_url).find_mismatch(4, record, lambda _: None) == ""
-
-
 KILLED = """
 import os, signal, sys
 from trinity_sync.remote.prune import prune_remote

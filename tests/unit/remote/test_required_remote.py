@@ -155,16 +155,6 @@ def test_a_new_machine_never_fetches_a_step_that_was_superseded(machine: Make) -
     assert machine("second").start("three", load=False).latest_step() == 10
 
 
-def test_a_root_that_was_removed_resumes_the_job_of_its_required_remote(machine: Make) -> None:
-    one = machine("one")
-    saves = one.train("first", 1)
-    identity = read_identity(saves.root)
-    shutil.rmtree(saves.root)
-    again = one.start("second")
-    assert (again.latest_step(), read_identity(again.root)) == (1, identity)
-    one.commit(again, 2)
-
-
 def test_a_training_of_its_own_does_not_begin_with_the_required_remote_of_another(
     machine: Make,
 ) -> None:

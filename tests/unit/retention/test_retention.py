@@ -128,15 +128,6 @@ def test_a_removed_step_leaves_no_files(root: Path) -> None:
     assert prune(root, "last=2").removed == ()
 
 
-def test_a_stray_file_in_the_trash_is_removed_with_it(root: Path) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
-    (root / ".trinity_sync/trash").mkdir(parents=True)
-    (root / ".trinity_sync/trash/notes").touch()
-    assert numbers(prune(root, "last=1").removed) == [1]
-    assert list((root / ".trinity_sync/trash").iterdir()) == []
-
-
 def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) -> None:
     for name in ("20200101T000000Z", "20200102T000000Z"):
         (quarantine_folder(root) / name).mkdir(parents=True)

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
-from tests.unit.conftest import Open
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
@@ -120,19 +119,6 @@ def test_a_rank_sees_a_commit_in_the_root(pair: Job) -> None:
         told = other.told()
     assert told["failures"] == []
     assert 0 <= told["seconds"][0] < 60
-
-
-def test_a_rank_that_asks_without_waiting_sees_a_commit(job: Job) -> None:
-    job.stage(4, ZEROS)
-    job.commit(4)
-    watcher = CommitWatcher(SaveTrigger(), job.spool, rank=1)
-    watcher.follow(request_of(job))
-    until = time.monotonic() + 30
-    while time.monotonic() < until and watcher._pending:
-        with suppress(SaveTimeoutError):
-            watcher.wait(time.monotonic())
-    assert watcher.wait(time.monotonic()) == []
-    watcher.close()
 
 
 def test_a_rank_that_waits_late_knows_how_long_its_commit_took(pair: Job) -> None:
@@ -386,10 +372,3 @@ def test_a_disk_that_is_full_for_a_while_hides_no_end(
     entry = read(request)
     assert entry
     assert entry.state == "failed"
-
-
-def test_a_rank_has_a_thread_only_while_it_waits(pair: Job, coordinator_of: Open) -> None:
-    before = {each.name for each in threading.enumerate()}
-    other = coordinator_of(rank=1, world_size=2)
-    other.save(5, ZEROS)
-    assert {each.name for each in threading.enumerate()} == before

@@ -17,7 +17,6 @@ from trinity_sync.cli.commands import app
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
-from trinity_sync.orchestration.report.steps import list_saves
 from trinity_sync.saves.journal import SaveState, append, read_entry
 from trinity_sync.settings import Settings
 from trinity_sync.storage.export_requests import fail_export_request
@@ -171,12 +170,3 @@ def test_a_flow_run_tells_of_its_save_what_files_do_not_tell_better(
     assert [each["steps"] for each in report["failures"] if each["command"]] == (
         [[STEP]] if status == "failed" else []
     )
-
-
-def test_a_save_that_a_required_remote_lacks_is_listed_as_failed(job: Job) -> None:
-    open_run(job.root, "first", 0)
-    job.stage(STEP, {"model": {"w": torch.zeros(3)}})
-    for event in (is_required, commits, saver("failed", "no access")):
-        event(job)
-    (row,) = list_saves(Settings(spool=job.spool.folder.parent), job.root)
-    assert (row.status, row.reason) == ("failed", "no access")

@@ -8,7 +8,6 @@ import pytest
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import TRUSTED
-from trinity_sync.retention.policies import format_duration, parse_duration
 from trinity_sync.settings import CONFIG, Settings, StackSettings, default_home
 
 
@@ -208,8 +207,3 @@ def test_a_process_that_gets_all_settings_as_variables_reads_no_file(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert StackSettings() == settings
-
-
-@pytest.mark.parametrize("seconds", [1, 90, 3600, 1_209_601, 31_536_001, 0.5])
-def test_a_duration_survives_as_text(seconds: float) -> None:
-    assert parse_duration(format_duration(seconds)) == seconds
