@@ -29,7 +29,7 @@ from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.integrations.dcp import StepReader
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 
@@ -171,16 +171,3 @@ def test_a_run_is_cancelled_and_shown_as_cancelled(
         "the mark of its image, once its writer goes on: it may be evicted at once",
     )
     assert_saves_on(saves)
-
-
-def test_a_step_without_one_of_its_ranks_fails_and_names_it(
-    stack: StackState, stack_settings: Settings, root: Path, api: Api
-) -> None:
-    lonely = CheckpointCoordinator(
-        root, rank=0, world_size=2, job={"rank_timeout_s": 20}, settings=stack_settings
-    )
-    lonely.save(2, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(SaveFailedError, match=r"step 2 .*model of role actor rank 1"):
-        lonely.wait_all(120)
-    assert find_newest(root) is None
-    lonely.close()

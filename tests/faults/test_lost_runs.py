@@ -96,18 +96,6 @@ def assert_nothing_is_under_way(api: Api, run_id: UUID) -> None:
     until(lambda: not under_way(), f"the end of the tasks {under_way()}")
 
 
-def test_the_server_killed_in_mid_write_and_back_soon(
-    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
-) -> None:
-    begin_slow_save(saves, root, 2)
-    run = api.run_of(key(saves, 2))
-    kill_server(stack_settings)
-    embedded.up(stack_settings)
-    saves.wait_all()
-    assert_committed(root, 2)
-    assert_nothing_is_under_way(api, run.id)
-
-
 @pytest.mark.usefixtures("impatient")
 class TestTheServerIsAwayWhenARunEnds:
     def test_the_run_is_shown_as_completed_once_it_is_back(

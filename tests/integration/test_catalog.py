@@ -17,7 +17,7 @@ import torch
 from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
 from tests.support.leases import acquire_lease
-from tests.support.steps import MODEL, commit_files
+from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.catalog.database import (
@@ -115,24 +115,6 @@ def test_a_rebuild_keeps_the_flow_runs_of_commits_that_are_as_they_were(
         commit_files(root, 2, run=2, at=1.8e9)
         rebuild(engine, root)
         assert list_jobs(engine)[0].flow_runs == {1: "before"}
-
-
-def test_commits_removals_and_corruption_that_it_missed_are_seen(url: str, root: Path) -> None:
-    history(root)
-    with open_catalog(url) as engine:
-        assert not is_current(engine, root)
-        rebuild(engine, root)
-        for step, change in {
-            40: lambda: commit_files(root, 40, run=2),
-            20: lambda: shutil.rmtree(root / "global_step_20"),
-            10: lambda: (root / "global_step_10" / MODEL).write_bytes(b"cut"),
-        }.items():
-            assert is_current(engine, root)
-            change()
-            assert not is_current(engine, root)
-            mirror(engine, root, [step])
-        assert is_current(engine, root)
-        assert "is corrupted" in list_jobs(engine)[0].steps[0].corruption
 
 
 ALTERED = [

@@ -56,10 +56,6 @@ def test_help_shows_examples_and_imports_nothing_heavy() -> None:
     assert not imported & {"torch", "ray", "prefect", "sqlalchemy", "numpy"}
 
 
-def test_an_unknown_command_is_a_usage_error() -> None:
-    assert run("uq").returncode == 2
-
-
 AWAY = "http://127.0.0.1:9/api"
 NO_STACK = {"PREFECT_API_URL": "", "TRINITY_SYNC_STACK__RAY__ADDRESS": ""}
 
@@ -122,12 +118,6 @@ def test_ls_tells_committed_corrupted_and_uncommitted_steps_apart(
     assert "corrupted" not in some.stdout
 
 
-def test_ls_of_an_empty_root_says_so(root: Path) -> None:
-    done = run("ls", root)
-    assert done.returncode == 0
-    assert (done.stdout, "no steps" in done.stderr) == ("", True)
-
-
 def test_show_lists_files_with_digests_and_callable_saves(
     root: Path, commit_step: CommitStep
 ) -> None:
@@ -140,25 +130,6 @@ def test_show_lists_files_with_digests_and_callable_saves(
     found = json.loads(run("show", root, 7, "-o", "json").stdout)["step"]
     assert found["status"] == "corrupted"
     assert [each["name"] for each in found["save_functions"]] == ["lora"]
-
-
-def test_rewind_asks_first_and_says_what_it_quarantined(
-    root: Path, commit_step: CommitStep
-) -> None:
-    for step in (10, 20, 30):
-        commit_step(step)
-    refused = run("rewind", root, 10)  # without a terminal to ask on
-    assert (refused.returncode, "pass --yes" in refused.stderr) == (2, True)
-    planned = json.loads(run("rewind", root, 10, "--dry-run", "-o", "json").stdout)["rewind"]
-    assert (planned["quarantined"], planned["run"]) == ([30, 20], None)
-    assert read_latest_pointer(root, "checkpoint") == 30
-    done = json.loads(run("rewind", root, 10, "--yes", "-o", "json").stdout)["rewind"]
-    assert done["quarantined"] == [30, 20]
-    assert Path(done["folder"], "global_step_30", MANIFEST).exists()
-    assert read_latest_pointer(root, "checkpoint") == 10
-    refused = run("rewind", root, 20, "--yes")
-    assert refused.returncode == 1
-    assert is_one_sentence(refused.stderr)
 
 
 def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
@@ -206,18 +177,6 @@ def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:
     assert {each["status"] for each in services} == {"absent"}
 
 
-def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
-    done = run("status", "-o", "json")
-    found = json.loads(done.stdout)["stack"]
-    assert done.returncode == 0
-    assert {each["name"]: each["status"] for each in found["services"]} == {
-        "server": "running",
-        "ray": "running",
-        "worker": "running",
-    }
-    assert found["workers_online"] >= 1
-
-
 def test_doctor_finds_a_working_stack_and_a_job_in_order(
     stack: StackState, root: Path, job: Job
 ) -> None:
@@ -228,19 +187,6 @@ def test_doctor_finds_a_working_stack_and_a_job_in_order(
     assert done.returncode == 0, done.stdout
     for name in ("prefect server", "clock", "work pool", "worker", "ray", "spool", "disk", "steps"):
         assert checks[name]["status"] == "ok", checks[name]
-
-
-def test_report_writes_a_page_or_a_sentence(root: Path, job: Job, tmp_path: Path) -> None:
-    job.stage(4, {"model": {"w": torch.zeros(9)}})
-    job.commit(4)
-    page = tmp_path / "page.html"
-    done = run("report", root, "--html", page, PREFECT_API_URL="", TRINITY_SYNC_HOME=str(tmp_path))
-    assert done.returncode == 0
-    assert "title='step 4" in page.read_text()
-    for wrong in (tmp_path, tmp_path / "none" / "page.html"):
-        refused = run("report", root, "--html", wrong, TRINITY_SYNC_HOME=str(tmp_path))
-        assert refused.returncode == 2
-        assert is_one_sentence(refused.stderr)
 
 
 def test_env_prints_what_a_shell_can_evaluate(stack: StackState) -> None:

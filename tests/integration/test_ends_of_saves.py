@@ -131,15 +131,3 @@ def test_a_save_that_fails_once_its_worker_is_back(
     step.write_text("so that nothing can be written")
     embedded.up(stack_settings)
     assert_all_say(ranks, "cannot write model of step 2")
-
-
-def test_a_save_whose_worker_comes_back_is_committed(
-    ranks: Ranks, root: Path, stack_settings: Settings
-) -> None:
-    save(*ranks, size=SIZE)
-    await_bytes(root)
-    kill_worker(stack_settings)
-    embedded.up(stack_settings)
-    for rank in reversed(ranks):
-        rank.wait_all(150)
-    assert read_manifest(root, 2)

@@ -79,39 +79,6 @@ def test_the_flow_shows_its_plan_and_then_carries_it_out(
     assert steps_on_disk(root) == [2, 3]
 
 
-def test_the_flow_is_deployed_with_its_schedule_and_a_form(api: Api) -> None:
-    with api.client as client:
-        deployment = client.read_deployment_by_name("retention/retention")
-    assert [schedule.schedule.cron for schedule in deployment.schedules] == ["41 * * * *"]
-    parameters = deployment.parameter_openapi_schema["properties"]
-    assert set(parameters) == {"root", "keep", "keep_weights", "dry_run", "now"}
-    assert "last=3,every=100" in parameters["keep"]["description"]
-
-
-def test_prune_shows_what_it_would_do_and_then_does_it(root: Path, commit_step: CommitStep) -> None:
-    for step in (1, 2, 3, 4):
-        commit_step(step)
-    assert "pinned" in run("pin", root, 1, "--reason", "the paper's").stdout
-    done = run("prune", root, "--keep", "last=1", "--dry-run", "-o", "json")
-    assert done.returncode == 0
-    found = json.loads(done.stdout)["prune"]
-    assert found["bytes"] == 4000
-    assert {row["step"]: row["status"] for row in found["steps"]} == {
-        1: "kept",
-        2: "would be removed",
-        3: "would be removed",
-        4: "kept",
-    }
-    assert steps_on_disk(root) == [1, 2, 3, 4]
-    done = run("prune", root, "--keep", "last=1", "--yes")
-    assert "pinned: the paper's" in done.stdout
-    assert "4.0 kB freed" in done.stderr
-    assert steps_on_disk(root) == [1, 4]
-    assert "pinned: the paper's" in run("ls", root).stdout
-    assert "unpinned step 1" in run("unpin", root, 1).stdout
-    assert "was not pinned" in run("unpin", root, 1).stdout
-
-
 def test_prune_keeps_all_checkpoints_unless_it_is_asked(
     root: Path, commit_step: CommitStep
 ) -> None:

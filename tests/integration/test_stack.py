@@ -4,13 +4,11 @@ import asyncio
 import os
 import signal
 import socket
-import stat
 import subprocess
 from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -64,31 +62,6 @@ def on_the_same_ray(
 
 def part(settings: Settings, name: str) -> embedded.ServiceStatus:
     return next(each for each in embedded.status(settings).services if each.name == name)
-
-
-def test_the_server_asks_for_the_password_in_the_file_that_up_names(
-    stack: StackState, stack_settings: Settings
-) -> None:
-    url = f"{stack.api_url}/deployments/count"
-    assert httpx.post(url, json={}).status_code == 401
-    file = stack_settings.home / services.PASSWORD_FILE
-    user, _, password = file.read_text().partition(":")
-    assert httpx.post(url, json={}, auth=(user, password)).status_code == 200
-
-
-def test_a_running_stack_keeps_its_settings_and_says_which_are_others_now(
-    stack: StackState, stack_settings: Settings
-) -> None:
-    others = StackSettings(worker={"nice": 3})
-    assert embedded.status(stack_settings).changed == ()
-    assert embedded.status(stack_settings, others).changed == ("worker.nice: 0, now 3",)
-    assert embedded.up(stack_settings, others) == embedded.find(stack_settings)
-    assert embedded.status(stack_settings, others).changed
-
-
-def test_no_other_user_reads_the_folder_of_ray(stack: StackState, stack_settings: Settings) -> None:
-    found = embedded.find(stack_settings)  # another test may have had it started again
-    assert stat.S_IMODE(Path(found.ray_folder).stat().st_mode) == 0o700
 
 
 def test_a_worker_leaves_the_saves_of_another_stack_in_its_spool_to_that(
@@ -411,18 +384,3 @@ def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) ->
     (tmp_path / "stack.json").write_text(text)
     with pytest.raises(StackError, match=r"stack\.json is corrupted, or of another release"):
         embedded.status(Settings(home=tmp_path))
-
-
-def test_the_queue_of_a_run_says_how_urgent_it_is(
-    stack: StackState, stack_settings: Settings
-) -> None:
-    with open_client(stack.api_url) as client:
-        queues = client.read_work_queues(work_pool_name=StackSettings().worker.pool)
-        priorities = {queue.name: queue.priority for queue in queues}
-        deployments = {
-            name: client.read_deployment_by_name(name).work_queue_name
-            for name in ("save-step/save-step", "verify/verify")
-        }
-    assert sorted(deploy.PRIORITIES, key=lambda name: priorities[name]) == list(deploy.PRIORITIES)
-    assert priorities[deploy.PRIORITIES[-1]] < priorities["default"]
-    assert deployments == {"save-step/save-step": "checkpoints", "verify/verify": "maintenance"}
