@@ -13,7 +13,7 @@ from tests.integration.conftest import CommitStep
 from tests.integration.weights.conftest import ASK_S, ask
 from tests.support.waiting import until
 from trinity_sync import ConfigError, Synchronizer, WeightSyncError
-from trinity_sync.weights.state_files import read_address
+from trinity_sync.weights.state_files import read_address, read_state
 from trinity_sync.weights.versions import ImageRef, Version
 
 
