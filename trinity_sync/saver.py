@@ -50,6 +50,7 @@ from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.pending_save import compare_late_images, end_images, read_status
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
@@ -155,7 +156,7 @@ class Saver:
     ) -> None:
         self._spool = spool
         settings = settings or Settings()
-        self._node = settings.node
+        self._node, self._home = settings.node, settings.home
         self._name = name or name_saver(api_url)
         self._requests = FlowRunRequests(PrefectApi(settings, api_url), self._refuse)
         self._wake = wake_path(spool, self._name)
@@ -168,8 +169,8 @@ class Saver:
         """By the folder of a job and the label of a run; each job has one look at a time."""
         self._saves: dict[str, threading.Thread] = {}
         """Saves that are being committed, by request key."""
-        self._failed: set[str] = set()
-        """Saves that have failed here, by request key; requests of save functions stay."""
+        self._failed: dict[str, int] = {}
+        """Starts of saves that have failed here, by request key; requests of functions stay."""
         self._repeated: list[tuple[JobSpool, SaveRequest]] = []
         """Due saves within which a saver was killed."""
         self._alone, self._alone_until = "", time.monotonic() + ALONE_S
@@ -184,6 +185,9 @@ class Saver:
         lock = LockFile(lock_path(self._spool, self._name), os.O_RDWR | os.O_CREAT)
         try:
             lock.acquire(limit_s=LINGER_S)  # another may be about to end
+            with suppress(OSError):  # shared memory is full
+                os.truncate(lock.fd, 0)
+                os.pwrite(lock.fd, b"%d" % os.getpid(), 0)
             self._serve()
             while self._look():  # what was submitted as the pipe was closed
                 self._serve()
@@ -268,6 +272,11 @@ class Saver:
         if self._is_away(job):
             return
         waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
+        for each in [each for each in waiting if each.key in self._failed]:
+            told = self._read_journal(job, each).find(each.key)
+            if told and told.start > self._failed[each.key]:  # it is retried
+                with self._lock:
+                    del self._failed[each.key]
         due = waiting
         if waiting and how != "alone":
             self._request(job, waiting)
@@ -320,7 +329,7 @@ class Saver:
                 return
         append(request, "failed", why, patience_s=PATIENCE_S)
         with self._lock:
-            self._failed.add(request.key)
+            self._failed[request.key] = 0
         end_images(JobSpool(self._spool / request.job), request, why)
 
     def _is_away(self, job: JobSpool) -> bool:
@@ -381,6 +390,8 @@ class Saver:
             with suppress(OSError):  # shared memory is full: the commit frees it
                 replace_file(begun, content + "\n", sync=False)
             driver.save()
+            with suppress(OSError):  # commands do not list it then
+                register_root(self._home, request.root)
             logger.info(
                 "%s of %s: %.2f s", request.run_name, request.root, time.monotonic() - began
             )
@@ -405,7 +416,7 @@ class Saver:
                 replace_file(begun, content, sync=False) if waits else begun.unlink(missing_ok=True)
             with self._lock:
                 if failure and not waits:
-                    self._failed.add(request.key)
+                    self._failed[request.key] = over.start if over else 0
                 del self._saves[request.key]
             os.write(self._end, b"\n")
 

@@ -28,8 +28,7 @@ from trinity_sync.catalog.database import (
     open_catalog,
 )
 from trinity_sync.catalog.mirror import is_current, mirror, rebuild
-from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.job_identity import job_id, register_root
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.metrics import write_metrics
@@ -228,7 +227,7 @@ def test_a_job_whose_root_is_gone_can_be_forgotten(url: str, root: Path, tmp_pat
     with open_catalog(url) as engine:
         for each in (root, other):
             rebuild(engine, each)
-            register_job(settings, each)
+            register_root(settings.home, each)
         shutil.rmtree(root)
         assert run("jobs", "forget", root, "--yes", **named).returncode == 0
         assert [job.root for job in list_jobs(engine)] == [str(other)]

@@ -170,11 +170,30 @@ def test_down_ends_well_where_the_spool_cannot_be_trusted(root: Path, spool_fold
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_status_without_a_stack_says_that_nothing_runs(tmp_path: Path) -> None:
-    done = run("status", "-o", "json", TRINITY_SYNC_HOME=str(tmp_path), **NO_STACK)
-    assert done.returncode == 3
-    services = json.loads(done.stdout)["stack"]["services"]
-    assert {each["status"] for each in services} == {"absent"}
+@pytest.mark.parametrize(
+    ("saver", "code", "said"), [("stack", 3, "absent"), ("auto", 0, "not used")]
+)
+def test_status_without_a_stack_says_that_nothing_runs(
+    tmp_path: Path, spool_folder: Path, saver: str, code: int, said: str
+) -> None:
+    home = {"TRINITY_SYNC_HOME": str(tmp_path), "TRINITY_SYNC_SPOOL": str(spool_folder)}
+    done = run("status", "-o", "json", TRINITY_SYNC_SAVER=saver, **home, **NO_STACK)
+    assert done.returncode == code
+    *services, of_node = json.loads(done.stdout)["stack"]["services"]
+    assert {each["status"] for each in services} == {said}
+    assert (of_node["name"], of_node["status"]) == ("saver", "idle")
+
+
+def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
+    done = run("status", "-o", "json")
+    found = json.loads(done.stdout)["stack"]
+    assert done.returncode == 0
+    assert {each["name"]: each["status"] for each in found["services"][:3]} == {
+        "server": "running",
+        "ray": "running",
+        "worker": "running",
+    }
+    assert found["workers_online"] >= 1
 
 
 def test_doctor_finds_a_working_stack_and_a_job_in_order(

@@ -160,6 +160,8 @@ def test_commands_about_files_work_in_a_trainers_environment(
         ["doctor", root],
         ["prune", root, "--keep", "last=2", "--yes"],
         ["rewind", root, 30, "--yes"],
+        ["jobs", "ls"],
+        ["status"],
         ["config", "show"],
         ["down"],
         ["version"],
@@ -170,7 +172,7 @@ def test_commands_about_files_work_in_a_trainers_environment(
     assert done.returncode == 0, done.stdout + done.stderr
     assert not re.search("error|warning|Traceback", done.stderr), done.stderr
     assert require_committed(tmp_path / "back", 30)
-    assert "no Prefect server is known" in (tmp_path / "page.html").read_text()
+    assert "Prefect" not in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize("words", ["up", "run ls", "jobs show ."])

@@ -31,7 +31,7 @@ def doctor(
     ] = None,
     output: Output = "table",
 ) -> None:
-    """Check versions, server, worker, Ray, shared memory and disk; suggest what to do."""
+    """Check versions, savers, shared memory, disk, and a stack that is used; suggest what to do."""
     from trinity_sync.stack.doctor import run_checks
 
     checks = []

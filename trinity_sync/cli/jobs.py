@@ -1,8 +1,9 @@
 """Commands for jobs: jobs ls, show, set, reindex, forget; reconcile."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +28,10 @@ from trinity_sync.cli.output import (
     progress_bar,
 )
 from trinity_sync.cli.rows import ForgottenJob, JobDetails, JobRow, ReindexedJob, SettingRow
-from trinity_sync.errors import ConfigError, PrefectApiError
+from trinity_sync.errors import ConfigError, PrefectApiError, TrinitySyncError
 from trinity_sync.orchestration.quantities import format_bytes
+from trinity_sync.retention.policies import StepInfo
+from trinity_sync.stack import list_missing_packages
 
 jobs = App(
     no_args_is_help=True,
@@ -42,29 +45,54 @@ Roots = Annotated[
 ]
 
 
-@jobs.command("jobs ls", "jobs ls -o json", name="ls", stack=True)
+@jobs.command("jobs ls", "jobs ls -o json", name="ls")
 def list_jobs(output: Output = "table") -> None:
-    """List the jobs in the catalog, and warn of those that have other steps on disk."""
-    from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
+    """List the jobs in the catalog, or without a stack those that have saved on this node.
 
-    with open_catalog(get_catalog_url(read_settings())) as engine:
-        found = list_jobs(engine)
-    rows = [
-        JobRow(
-            root=job.root,
-            job=job.job,
-            steps=len(job.steps),
-            newest=job.steps[-1].step if job.steps else None,
-            bytes=job.nbytes,
-            updated_at=job.mirrored_at,
-        )
-        for job in found
-    ]
+    It warns of those in the catalog that have other steps on disk.
+    """
+    from trinity_sync.client.prefect_connection import knows_server
+    from trinity_sync.orchestration.job_registry import list_local_roots
+    from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
+
+    settings, found = read_settings(), list[Any]()
+    if (settings.saver == "stack" or knows_server(settings)) and not list_missing_packages():
+        from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
+
+        with open_catalog(get_catalog_url(settings)) as engine:
+            found = list_jobs(engine)
+        rows = [_sum_up(each.root, each.job, each.steps, each.mirrored_at) for each in found]
+    else:
+        roots = list_local_roots(settings)
+        here = RootVisits("jobs").visit(roots, _read_job, limit_s=OTHERS_WAIT_S)
+        rows = [*filter(None, here.values())]
     columns = "root steps newest bytes updated_at"
-    print_rows("jobs", rows, output, columns, empty="the catalog has no job")
+    print_rows("jobs", rows, output, columns, empty="no job is known")
     for job in found:
         if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
             typer.echo(warning, err=True)
+
+
+def _read_job(root: Path) -> JobRow | None:
+    from trinity_sync.retention.prune import RootSteps
+    from trinity_sync.retention.removal import describe_steps
+    from trinity_sync.snapshot.job_identity import job_id
+
+    try:
+        if not root.is_dir():
+            return None
+        steps = describe_steps(RootSteps(root))
+        last = max((each.committed_at for each in steps), default=0.0)
+        return _sum_up(str(root), job_id(root), steps, last)
+    except (TrinitySyncError, OSError) as error:
+        typer.echo(f"{root} is left out: {error}", err=True)
+        return None
+
+
+def _sum_up(root: str, job: str, steps: Sequence[StepInfo], updated_at: float) -> JobRow:
+    valid = [each.step for each in steps if not each.superseded_by and not each.corruption]
+    nbytes = sum(each.nbytes for each in steps)
+    return JobRow(root, job, len(steps), max(valid, default=None), nbytes, updated_at)
 
 
 @jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show", stack=True)

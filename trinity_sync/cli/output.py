@@ -58,7 +58,10 @@ STYLES = {
     "green": ("valid", "running", "external", "online", "ok", "committed", "completed", "restored"),
     "red": ("corrupted", "failed", "fail", "dead", "away", "truncated", "missing", "crashed"),
     "yellow": ("writing", "pending", "warn", "would be removed", "cancelled"),
-    "dim": ("superseded", "evicted", "absent", "not committed", "removed", "replaced", "same"),
+    "dim": (
+        *("superseded", "evicted", "absent", "not used", "idle"),
+        *("not committed", "removed", "replaced", "same"),
+    ),
 }
 """Colour of each status word; other words have none."""
 

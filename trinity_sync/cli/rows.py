@@ -38,7 +38,7 @@ class StepDetails(StepRow):
 
 @dataclass(frozen=True)
 class JobRow:
-    """A job in the catalog."""
+    """A job in the catalog, or without a stack one that has saved on this node."""
 
     root: str
     job: str
@@ -46,11 +46,11 @@ class JobRow:
     steps: int
     """Number of committed steps."""
     newest: int | None
-    """The newest step."""
+    """The highest valid step."""
     bytes: int
     """Size of all steps."""
     updated_at: float
-    """Time of the last update of the catalog."""
+    """Time of the last update of the catalog, or without a stack of the last commit."""
 
 
 @dataclass(frozen=True)

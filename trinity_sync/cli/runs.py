@@ -1,10 +1,9 @@
 """Commands for saves, in flight and ended: runs, retry, wait."""
 
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from uuid import UUID
 
 import typer
@@ -69,9 +68,8 @@ def runs(
     what = "failed save" if failed else "save"
     columns = "step run kind status since seconds reason"
     print_rows("saves", rows[:most], output, columns, empty=f"no {what} of {root} is known")
-    retried = next((each for each in rows if each.status == "failed" and each.flow_run), None)
-    if retried and is_text(output):
-        typer.echo(f"hint: cause removed: trinity-sync retry {root} {retried.step}", err=True)
+    if (retry := next((row.retry for row in rows if row.retry), None)) and is_text(output):
+        typer.echo(f"hint: cause removed: {retry}", err=True)
     if len(rows) > most and is_text(output):
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
     if unanswered:
@@ -86,41 +84,42 @@ def runs(
         "Remove the cause first; trinity-sync runs shows it.",
 )  # fmt: skip
 def retry(root: Root, step: Step, output: Output = "table") -> None:
-    """Run a failed save again, as Retry in the Prefect UI does."""
+    """Run a failed save again: its flow run, as Retry in the Prefect UI does, or by the saver."""
     from trinity_sync.client.prefect_api import ask_server
+    from trinity_sync.client.prefect_connection import find_server, knows_server
+    from trinity_sync.client.save_trigger import SaveTrigger
+    from trinity_sync.client.saver_control import list_savers
+    from trinity_sync.pipeline.pending import retry_images
+    from trinity_sync.snapshot.spool import open_job_spool
 
-    number = resolve_step_argument(root, step)
-    rows, unanswered = read_saves(root, step=number, needs_server=True)
-    if unanswered:
+    number, settings = resolve_step_argument(root, step), read_settings()
+    rows, unanswered = read_saves(root, step=number)
+    by_status = {row.status: row for row in reversed(rows)}
+    save = by_status.get("failed")
+    if save is None and not list_savers(settings.spool):  # what waits for one
+        save = next((row for row in rows if row.is_in_flight and not row.flow_run), None)
+    if unanswered and (save is None or save.flow_run):
         raise unanswered
-    by_status = {row.status: row for row in reversed(rows) if row.flow_run}
-    if "failed" not in by_status:
-        raise _no_failed_save(root, number, by_status)
-    save = by_status["failed"]
-    ask_server(read_settings(), lambda api: api.retry_flow_run(UUID(save.flow_run)))
-    print_object(
-        "save",
-        replace(save, status="pending"),
-        output,
-        f"the save of step {number} runs again: {save.url}",
-    )
-
-
-def _no_failed_save(root: Path, step: int, by_status: dict[str, Any]) -> SaveError:
-    """Return the error for a step whose save cannot be retried."""
-    what = f"no save of step {step} in {root} has failed"
-    if not by_status:
-        return with_hint(
-            SaveError(f"{what}: the Prefect server knows none"),
-            f"trinity-sync runs {root} lists those that it knows",
+    if save is None:
+        raise with_hint(
+            SaveError(
+                f"no save of step {number} in {root} has failed: it is "
+                + next(iter(by_status), "unknown")
+            ),
+            f"trinity-sync runs {root} lists the saves that are known",
         )
-    status = next(iter(by_status))
-    hints = {
-        "pending": f"trinity-sync wait {root} {step}",
-        "writing": f"trinity-sync wait {root} {step}",
-        "superseded": "a later run went on from an earlier step, so it is not committed any longer",
-    }
-    return with_hint(SaveError(f"{what}: it is {status}"), hints.get(status, ""))
+    where = f"trinity-sync wait {root} {number}"
+    if save.flow_run and knows_server(settings):
+        ask_server(settings, lambda api: api.retry_flow_run(UUID(save.flow_run)))
+        where = save.url or where
+    else:
+        if settings.saver == "stack":
+            find_server(settings.home, None)  # otherwise nothing would save it
+        spool = open_job_spool(settings.spool, root)
+        retry_images(spool, *save.save)
+        SaveTrigger(settings).begin(spool.folder.name)
+    save = replace(save, status="pending", retry=None)
+    print_object("save", save, output, f"the save of step {number} runs again: {where}")
 
 
 @app.command(
@@ -172,22 +171,20 @@ def read_saves(
     *,
     step: int | None = None,
     answer_s: float | None = None,
-    needs_server: bool = False,
 ) -> tuple[list[SaveRow], PrefectApiError | None]:
     """Return the saves of a job, or of one of its steps, the newest first.
 
-    Also why its server does not answer as it should, if one is known or needed.
+    Also why its server does not answer as it should, if a stack is used.
     """
     from trinity_sync.client.prefect_api import ask_server
-    from trinity_sync.client.prefect_connection import read_local_stack
+    from trinity_sync.client.prefect_connection import knows_server
     from trinity_sync.orchestration.report.steps import list_saves
     from trinity_sync.snapshot.job_identity import job_id
 
     settings, unanswered = read_settings(), None
     runs: list[FlowRun] = []
     try:
-        is_named = os.environ.get("PREFECT_API_URL") or read_local_stack(settings.home)[0]
-        if needs_server or is_named:
+        if knows_server(settings):
             runs = ask_server(
                 settings, lambda api: api.read_saves(job_id(root), step=step), answer_s=answer_s
             )
@@ -316,6 +313,4 @@ def _require_not_failed(root: Path, save: SaveRow) -> None:
         + f" ({save.url})"
         * bool(save.url)
     )
-    can_retry = save.status == "failed" and save.url
-    hint = f"trinity-sync retry {root} {save.step}" if can_retry else ""
-    raise with_hint(error, hint)
+    raise with_hint(error, save.retry or "")

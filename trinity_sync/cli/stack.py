@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trinity_sync.stack.services import StackState
 
 
-Service = Literal["server", "ray", "worker"]
+Service = Literal["server", "ray", "worker", "saver"]
 Cpus = Annotated[
     int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
 ]
@@ -186,24 +186,31 @@ def _count_uncommitted(settings: "Settings") -> int:
 
 @app.command(
     "status", "status -o json", panel="Run the stack",
-    note="Exit code 3 if a service does not run, no worker is online, or the environment "
-        "overrides a service.",
+    note="Exit code 3 if a service that is used does not run, no worker is online, or the "
+        "environment overrides a service; or saves wait for a saver, and none lives.",
 )  # fmt: skip
 def status(output: Output = "table") -> None:
-    """Show the services, their addresses, and whether a worker is online."""
+    """Show the services, their addresses, whether a worker is online, and what waits in memory."""
     from trinity_sync.stack import embedded
 
     settings = read_settings()
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
-    down = {each.state for each in report.services} - {"running", "external"}
+    is_alone = report.services[0].state == "not used"
+    fine = {"running", "external", "not used", "idle"}
+    down = {each.state for each in report.services[:3]} - fine
     if report.workers_online and report.services[2].state == "absent":  # that of another machine
         down.discard("absent")
     if down & {"dead", "absent"}:
         hint = "trinity-sync up starts what does not run; trinity-sync logs says why it ended"
         typer.echo(f"hint: {hint}", err=True)
-    works = not down and report.workers_online and not report.overrides
-    raise typer.Exit(DONE if works else PROBLEM_FOUND)
+    if is_lost := report.services[3].state == "dead":
+        hint = (
+            "the next start of the training has the steps that wait saved; or: trinity-sync retry"
+        )
+        typer.echo(f"hint: {hint} ROOT STEP", err=True)
+    works = (report.workers_online or is_alone) and not report.overrides
+    raise typer.Exit(DONE if works and not down and not is_lost else PROBLEM_FOUND)
 
 
 @app.command("logs", "logs worker -f", "logs server -n 200", panel="Run the stack")
@@ -216,14 +223,20 @@ def logs(
     ] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of last lines.")] = 50,
 ) -> None:
-    """Print the logs of the services that up started, also after down."""
+    """Print the logs of the savers, and of the services that up started, also after down."""
+    from trinity_sync.client.saver_control import LOG
+
     settings = read_settings()
     names = [service] if service else get_args(Service)
-    paths = [settings.home / "logs" / f"{name}.log" for name in names]
+    paths = [
+        settings.home / LOG if name == "saver" else settings.home / "logs" / f"{name}.log"
+        for name in names
+    ]
     found = [str(path) for path in paths if follow or path.is_file()]  # -F also waits for a file
     if not found:
         raise with_hint(
-            StackError(f"no log in {settings.home / 'logs'}"), "trinity-sync up starts the stack"
+            StackError(f"no log in {settings.home}"),
+            "a save starts the saver, and trinity-sync up the stack",
         )
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *found]
     _exec(command, os.environ)
@@ -370,7 +383,13 @@ def _print_ready(
 
 
 def _print_stack(report: "StackStatus") -> None:
-    print_table(report.services, "name status pid url")
+    shown = [each for each in report.services if each.state != "not used"]
+    print_table(shown, "name status pid url")
+    if len(shown) < len(report.services):
+        typer.echo("no stack is used: savers commit all saves", err=True)
+    if report.waiting:
+        typer.echo("")
+        print_table(report.waiting, "root steps since")
     for sentence in report.overrides:
         typer.echo(sentence, err=True)
     if report.changed:

@@ -62,6 +62,7 @@ def list_steps(
     if limit and show_all:
         raise with_hint(ConfigError("--limit and --all exclude each other"), "pass one of them")
     most = limit or (None if show_all or not is_text(output) else MAX_ROWS)
+    saves: dict[int, SaveRow] = {}
     if "://" in root:
         left_out, rows = _take_last(_list_remote(root), most)
     else:
@@ -76,10 +77,8 @@ def list_steps(
     print_rows("steps", rows[::-1], output, columns, empty=empty)
     if left_out and is_text(output):
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
-    if failed := [row.step for row in rows if row.status == "failed" and row.urls]:
-        typer.echo(
-            f"hint: to run a failed save again: trinity-sync retry {root} {failed[-1]}", err=True
-        )
+    if retries := [saves[step].retry for step in sorted(saves) if saves[step].retry]:
+        typer.echo(f"hint: to run a failed save again: {retries[-1]}", err=True)
 
 
 @app.command("show ckpts 40", "show ckpts latest", "show ckpts best -o json", panel="Look at a job")

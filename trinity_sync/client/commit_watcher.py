@@ -235,7 +235,7 @@ class CommitWatcher:
                     say_at = math.inf
                     logger.warning(
                         "Still waiting for the commit of %s, which does not need this process. %s"
-                        "See the Prefect UI or trinity-sync status, or without a stack saver.log",
+                        "See trinity-sync runs and trinity-sync status",
                         ", ".join(save.request.run_name for save in saves),
                         away,
                     )
@@ -458,6 +458,6 @@ def _make_timeout(saves: Iterable[PendingSave], away: str, *, closed: bool) -> S
     waiting = ", ".join(sorted(save.request.key for save in saves))
     when = " when the coordinator was closed" if closed else ""
     return SaveTimeoutError(
-        f"not committed yet{when}: {waiting}. {away}They may still commit; see the Prefect UI, or "
-        "without a stack saver.log."
+        f"not committed yet{when}: {waiting}. {away}They may still commit; see trinity-sync "
+        "runs and trinity-sync status."
     )

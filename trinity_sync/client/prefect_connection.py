@@ -382,6 +382,14 @@ def _normalize(url: str) -> str:
     return re.sub(r"//(localhost|\[::1\])(?=[:/]|$)", "//127.0.0.1", url.rstrip("/"))
 
 
+def knows_server(settings: Settings) -> bool:
+    """Return whether a variable, or the file of a local stack, names a server."""
+    try:
+        return bool(os.environ.get("PREFECT_API_URL") or read_local_stack(settings.home)[0])
+    except PrefectApiError:  # as what asks the server is told
+        return True
+
+
 def read_local_stack(home: Path) -> tuple[str, str]:
     """Return URL and password of the API of this user's local stack; empty if there is none.
 

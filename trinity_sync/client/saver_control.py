@@ -2,7 +2,8 @@
 
 ::
 
-    spool/saver-NAME.lock   locked by the saver of this spool with that name: `name_saver`
+    spool/saver-NAME.lock   locked by the saver of this spool with that name: `name_saver`; its
+                            process id
     spool/saver-NAME.wake   a pipe that it reads; a process that saves keeps it open for writing
     spool/JOB/saver         in the folder of each job that a saver serves: "alone" if the job has
                             no stack, otherwise the seconds for which it leaves a save to the stack,
@@ -26,14 +27,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from trinity_sync.errors import SaveError, SpoolError, warn_once
-from trinity_sync.fs.atomic import make_folder, replace_file
+from trinity_sync.fs.atomic import list_paths, make_folder, replace_file
+from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.process import read_umask
-from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT
+from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT, parse_number
 from trinity_sync.snapshot.spool import make_own_folder
 
 logger = logging.getLogger(__name__)
@@ -252,6 +254,16 @@ def lock_path(spool: Path, name: str) -> Path:
 def wake_path(spool: Path, name: str) -> Path:
     """Return the path of the pipe of a saver."""
     return spool / f"saver-{name}.wake"
+
+
+def list_savers(spool: Path) -> list[int]:
+    """Return the process ids of the savers of a spool that live; 0 for one that does not tell."""
+    found = []
+    for path in list_paths(spool, "saver-*.lock"):
+        with suppress(OSError), closing(LockFile(path, os.O_RDONLY)) as lock:
+            if not lock.try_acquire(shared=True):
+                found.append(parse_number(os.read(lock.fd, 20).decode()) or 0)
+    return found
 
 
 def read_served(folder: Path, name: str) -> Serving | None:

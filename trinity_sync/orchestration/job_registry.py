@@ -1,20 +1,17 @@
-"""Registry of the jobs that scheduled flows maintain.
+"""Registry of the jobs that scheduled flows maintain, and commands list.
 
-They are all jobs that have committed a step on this node: the commit task registers each root, as a
-small file in ``TRINITY_SYNC_HOME/roots``.
+They are all jobs that have committed a step on this node: a saver or the commit task registers each
+root, as a small file in ``TRINITY_SYNC_HOME/roots``.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.fs.atomic import make_folder
-from trinity_sync.fs.locks import create_file
-from trinity_sync.layout import job_id_of
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import list_registered_roots
+from trinity_sync.snapshot.job_identity import list_registered_roots, registry_path
+from trinity_sync.snapshot.spool import list_job_spools
 
 ANSWER_S = 10.0
 """Seconds in which a root answers, unless its file system hangs."""
@@ -22,16 +19,13 @@ ANSWER_S = 10.0
 _visits = RootVisits("is it there")
 
 
-def register_job(settings: Settings, root: str | Path) -> None:
-    """Register the root of a job, unless it is registered already.
+def list_local_roots(settings: Settings) -> list[Path]:
+    """Return the roots of all jobs that have saved on this node, also of those that are gone.
 
-    Raises:
-        OSError: ``TRINITY_SYNC_HOME`` cannot be written.
+    It does not look at the roots, whose file systems may hang.
     """
-    entry = _entry(settings, root)
-    if not entry.exists():
-        make_folder(entry.parent)
-        create_file(entry, json.dumps({"root": str(Path(root).resolve())}))
+    spools = [job.read_root() for job in list_job_spools(settings.spool)]
+    return sorted({*list_registered_roots(settings.home), *filter(None, spools)})
 
 
 def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
@@ -54,7 +48,7 @@ def _is_known(stack: StackSettings, root: Path) -> bool:
 
 def unregister_job(settings: Settings, root: str | Path) -> None:
     """Remove a root from the registry, if it is there."""
-    _entry(settings, root).unlink(missing_ok=True)
+    registry_path(settings.home, root).unlink(missing_ok=True)
 
 
 def select_roots(
@@ -129,8 +123,3 @@ def is_allowed(stack: StackSettings, path: str | Path) -> bool:
     real = Path(path).resolve()
     allowed = stack.worker.allowed_paths
     return not allowed or any(real.is_relative_to(each.resolve()) for each in allowed)
-
-
-def _entry(settings: Settings, root: str | Path) -> Path:
-    """Return the path of a root's entry: the root may be gone, so its path alone names it."""
-    return settings.home / "roots" / f"{job_id_of(Path(root).resolve())}.json"

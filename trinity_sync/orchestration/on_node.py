@@ -21,7 +21,6 @@ from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.job_registry import (
-    register_job,
     require_allowed,
     require_allowed_store,
     select_roots,
@@ -37,6 +36,7 @@ from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -293,7 +293,7 @@ def commit_step(
         request, persisted, shards, read_writing(), started_at, persisted_at
     )
     try:
-        register_job(settings, request.root)
+        register_root(settings.home, request.root)
     except OSError as error:
         logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
     try_mirror(settings, request.root, [request.step], stack=stack, flow_run=flow_run)

@@ -15,16 +15,18 @@ from pydantic import ValidationError
 from trinity_sync.errors import (
     CommitError,
     FormatError,
+    SaveError,
     SupersededError,
     TrinitySyncError,
     warn_once,
 )
-from trinity_sync.saves.journal import read_entry
+from trinity_sync.layout import Kind
+from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
-from trinity_sync.snapshot.ticket import free_slot, list_components
+from trinity_sync.snapshot.ticket import failure_path, free_slot, list_components
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.runs import refuse_other_job
@@ -81,6 +83,27 @@ def find_pending_saves(
     except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
         warn_once(f"cannot read the images in {job.folder}: {error}")
     return sorted(found.values(), key=lambda request: (request.run, request.step))
+
+
+def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
+    """Have a saver of this node take what failed of a save; the journal gets another start of it.
+
+    Raises:
+        SaveError: none of its images is in memory any longer.
+    """
+    images = [each for each in job.read_step(run, step)[0] if each.ticket.kind == kind]
+    if not images:
+        raise SaveError(
+            f"{kind} of step {step} (run {run}) has no image in {job.folder} any longer, so it "
+            "cannot be saved again. Later saves are unaffected"
+        )
+    request = _make_request([max(images, key=lambda each: each.ticket.attempt)])
+    told = read_entry(request)
+    if told is None or told.has_failed:
+        append(request, "pending", start=told.start + 1 if told else 1)
+    for each in images:
+        if request.save.owns(each.ticket):
+            failure_path(each.slot).unlink(missing_ok=True)
 
 
 def _list_waiting(

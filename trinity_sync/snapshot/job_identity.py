@@ -119,7 +119,7 @@ def open_identity(root: Path, *, adopted: str = "") -> str:
 
 
 def list_registered_roots(home: Path) -> list[Path]:
-    """Return the roots in the registry in a stack's home, sorted by name, also those that are gone.
+    """Return the roots in the registry in a home, sorted by name, also those that are gone.
 
     It does not look at the roots, whose file systems may hang.
     """
@@ -130,6 +130,22 @@ def list_registered_roots(home: Path) -> list[Path]:
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             continue  # removed meanwhile, or not an entry
     return roots
+
+
+def register_root(home: Path, root: str | Path) -> None:
+    """Add the root of a job to the registry in a home, unless it is there.
+
+    Raises:
+        OSError: the home cannot be written.
+    """
+    if not (entry := registry_path(home, root)).exists():
+        make_folder(entry.parent)
+        create_file(entry, json.dumps({"root": str(Path(root).resolve())}))
+
+
+def registry_path(home: Path, root: str | Path) -> Path:
+    """Return the path of a root's entry: the root may be gone, so its path alone names it."""
+    return home / "roots" / f"{job_id_of(Path(root).resolve())}.json"
 
 
 def _write(root: Path, found: JobIdentity | None, made: JobIdentity, adopted: str) -> str:

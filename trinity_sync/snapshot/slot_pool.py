@@ -195,7 +195,7 @@ class SlotPool:
                 self._on_long_wait()
                 logger.warning(
                     "Step %d waits for a slot for %s, for up to %.0f s: no image of the steps "
-                    "before it is persisted yet. Is the stack up? See trinity-sync status",
+                    "before it is persisted yet. See trinity-sync status",
                     origin.step,
                     component,
                     limit_s,
@@ -265,8 +265,8 @@ class SlotPool:
         else:
             why = f"not persisted within {age:.0f} s"
         logger.warning(
-            "Evicting unsaved image %s (%s) for step %d: %s, and no slot is free. Look at the flow "
-            "runs of this job: trinity-sync runs; and the stack: trinity-sync status",
+            "Evicting unsaved image %s (%s) for step %d: %s, and no slot is free. Look at the "
+            "saves of this job: trinity-sync runs; and at what commits them: trinity-sync status",
             slot.path,
             ticket.what if ticket else "unknown",
             origin.step,

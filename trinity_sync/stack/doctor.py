@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.save_trigger import UNREQUESTED
+from trinity_sync.client.saver_control import LOG
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.orchestration.pipeline import read_deployments
@@ -49,7 +50,10 @@ def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     yield from _guard("settings", lambda: [_check_settings(state)])
     stack = embedded.read_running_settings(state) or StackSettings()
     yield from _guard("packages", lambda: [_check_installation()])
-    if not list_missing_packages():
+    is_alone = not embedded.uses_stack(settings, stack)
+    if is_alone:
+        yield Check("stack", "ok", "not used: savers commit all saves")
+    elif not list_missing_packages():
         yield from _guard("prefect server", lambda: _check_server(settings, stack))
         yield from _guard("services", lambda: _check_services(state))
         yield from _guard("ray", lambda: _check_ray(settings, stack))
@@ -57,7 +61,9 @@ def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     else:
         found = f"not installed in {sys.prefix}; server, worker and Ray are not checked"
         yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
-    yield from _guard("home", lambda: _check_home(settings.home))
+    yield from _guard("saver", lambda: _check_savers(settings, is_alone))
+    if not is_alone:
+        yield from _guard("home", lambda: _check_home(settings.home))
     yield from _guard("spool", lambda: _check_spool(settings.spool))
     if root is not None:
         yield from _guard("root", lambda: check_root(root, settings))
@@ -222,6 +228,19 @@ def _check_access(stack: StackSettings, state: StackState | None) -> Iterator[Ch
         )
 
 
+def _check_savers(settings: Settings, is_alone: bool) -> Iterator[Check]:
+    """Check that a saver lives where saves wait for one, and how the last one has ended."""
+    for each in embedded.check_savers(settings, is_alone=is_alone):
+        found = f"process {each.pid}" if each.pid else "none lives, the next save starts one"
+        is_dead, found = each.state == "dead", f"{found}; its log: {each.log}"
+        todo = "start the training again; or see: trinity-sync status" * is_dead
+        yield Check("saver", "fail" if is_dead else "ok", found, todo)
+    with suppress(OSError):
+        last = (settings.home / LOG).read_text(errors="replace").rstrip().rpartition("\n")[2]
+        if last and not last[:4].isdigit():  # a traceback, which no saver has logged
+            yield Check("last saver", "warn", f"has ended: {last}", "correct that; see its log")
+
+
 def _check_home(home: Path) -> Iterator[Check]:
     """Warn of a home in a folder from which systemd-tmpfiles and the like remove old files."""
     cleaned = [each for each in CLEANED if home.resolve().is_relative_to(each)]
@@ -317,6 +336,8 @@ def _check_tickets(job: JobSpool) -> Check:
         found = (
             f"{len(stale)} of steps {steps} have waited for more than {STALE_S / 60:.0f} minutes"
         )
-        return Check(name, "warn", found, "check their flow runs, and whether a worker runs here")
-    found = f"{format_bytes(job.bytes_used)} in memory, {len(sealed)} wait to be persisted"
+        return Check(name, "warn", found, "see: trinity-sync status")
+    failed = sum(image.failed for image in sealed)
+    found = f"{format_bytes(job.bytes_used)} in memory, {len(sealed) - failed} wait to be persisted"
+    found += f", {failed} are of failed saves" * bool(failed)
     return Check(name, "ok", found)

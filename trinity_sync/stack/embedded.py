@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import hide_password
+from trinity_sync.client.saver_control import CONNECT_S, LOG, list_savers
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
+from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon, is_own_address
 from trinity_sync.stack.services import StackState, require_refusals
@@ -42,16 +44,27 @@ class ServiceStatus:
     """A service of the stack."""
 
     name: str
-    """``server``, ``ray`` or ``worker``."""
-    state: Literal["running", "dead", "external", "away", "absent"]
+    """``server``, ``ray`` or ``worker``, and each ``saver`` of this node."""
+    state: Literal["running", "dead", "external", "away", "absent", "not used", "idle"]
     """``running`` or ``dead`` for the stack's own, ``external`` or ``away`` for an external one,
-    otherwise ``absent``."""
+    otherwise ``absent``, and ``not used`` where nothing names a stack. A saver that does not run is
+    ``idle``, or ``dead`` while saves wait for it."""
     pid: int | None = None
     """Process id."""
     url: str = ""
     """Its address, without a password."""
     log: str = ""
     """File with its output."""
+
+
+@dataclass(frozen=True)
+class WaitingSaves:
+    """Saves of a job in the memory of this node that are neither committed nor failed."""
+
+    root: str
+    steps: tuple[int, ...]
+    since: float
+    """Time of the first image."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,8 @@ class StackStatus:
     """A sentence for each service that the environment overrides."""
     services: tuple[ServiceStatus, ...]
     """The services."""
+    waiting: tuple[WaitingSaves, ...] = ()
+    """Saves in the memory of this node, by job."""
 
 
 def up(
@@ -248,7 +263,7 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     changed = find_changes(state, stack)
     stack = read_running_settings(state) or stack or StackSettings()
     pool, api_url = stack.worker.pool, state.api_url or os.environ.get(API_URL, "")
-    found = (
+    found: tuple[ServiceStatus, ...] = (
         _check_service("server", state.server, api_url),
         _check_service("ray", state.ray, state.ray_address or stack.ray.address),
         _check_service("worker", state.worker, ""),
@@ -265,9 +280,40 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
         except PrefectApiError as error:
             reason = str(error)
     overrides = tuple(_list_overrides(state, stack))
+    if is_alone := not uses_stack(settings, stack):
+        found = tuple(replace(each, state="not used") for each in found)
+    found = (*found, *check_savers(settings, is_alone=is_alone))
+    saves = tuple(_list_waiting_saves(settings.spool))
     return StackStatus(
-        settings.home, pool, online, waiting, reason, changed, overrides, services=found
+        settings.home, pool, online, waiting, reason, changed, overrides, found, saves
     )
+
+
+def _list_waiting_saves(spool: Path) -> Iterator[WaitingSaves]:
+    for job in list_job_spools(spool):
+        if waiting := [image.ticket for image in job.tickets()[0] if not image.failed]:
+            steps = tuple(sorted({each.step for each in waiting}))
+            yield WaitingSaves(waiting[0].root, steps, min(each.sealed_at for each in waiting))
+
+
+def uses_stack(settings: Settings, stack: StackSettings) -> bool:
+    """Return whether a stack is used: a setting, an address or the file of a stack says so."""
+    named = os.environ.get(API_URL) or stack.ray.address or settings.saver == "stack"
+    return bool(named) or find(settings) is not None
+
+
+def check_savers(settings: Settings, *, is_alone: bool) -> list[ServiceStatus]:
+    """Return the status of each saver of this node that lives, or that none does.
+
+    It is dead if saves wait for it, and ``is_alone`` says that no stack takes them.
+    """
+    log = str(settings.home / LOG)
+    if living := list_savers(settings.spool):
+        return [ServiceStatus("saver", "running", pid or None, log=log) for pid in living]
+    before = time.time() - CONNECT_S  # one may have just been started
+    waits = any(each.since < before for each in _list_waiting_saves(settings.spool))
+    is_dead = is_alone and waits
+    return [ServiceStatus("saver", "dead" if is_dead else "idle", log=log)]
 
 
 def find(settings: Settings) -> StackState | None:

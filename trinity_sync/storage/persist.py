@@ -272,7 +272,8 @@ def _refuse_nonfinite(save: SaveId, record: FileRecord) -> None:
         raise SaveError(
             f"{save} is not committed: {sum_up_health([record])[0].wrong}. Resume from a "
             "healthy step (latest_step(healthy=True)). To save it nevertheless, set on_nonfinite "
-            f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it.",
+            f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it "
+            f"(trinity-sync retry {save.root} {save.step}).",
             path=save.folder / record.path,
             rank=record.rank,
         )

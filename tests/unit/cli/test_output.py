@@ -26,8 +26,7 @@ from tests.support.steps import MODEL, commit_files
 from tests.support.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import KEYS, is_time, write_cell
-from trinity_sync.orchestration.job_registry import register_job
-from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.pins import pin, tag, unpin
 from trinity_sync.storage.runs import open_run
@@ -380,7 +379,7 @@ def test_prune_removes_what_was_confirmed_and_nothing_else(
         (["verify", "ROOT", 5], 3, ""),
         (["status"], 3, ""),
         (["doctor"], 3, ""),
-        (["retry", "ROOT", 30], 4, "PrefectApiError"),
+        (["retry", "ROOT", 30], 1, "SaveError"),
         (["deploy"], 4, "PrefectApiError"),
         (["ls", "s3://127.0.0.1:9"], 4, "RemoteError"),
     ],
@@ -440,7 +439,7 @@ def complete(home: dict[str, str], *words: object) -> list[str]:
 def test_the_shell_completes_roots_steps_and_tags(
     root: Path, home: dict[str, str], elsewhere: Path
 ) -> None:
-    register_job(Settings(home=home["TRINITY_SYNC_HOME"]), root)
+    register_root(Path(home["TRINITY_SYNC_HOME"]), root)
     (elsewhere / "ckpts-here").mkdir()
     assert complete(home, "ls", str(root)[:-1]) == [str(root)]
     assert complete(home, "ls", "ck") == ["ckpts-here"]

@@ -20,7 +20,6 @@ from tests.support.steps import commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.cli.report_html import MAX_BARS, render_report
-from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import FailureGroup, InFlight, JobReport, StepRow
@@ -29,6 +28,7 @@ from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.job_settings import JobSettings, write_job_settings
 from trinity_sync.storage.metrics import write_metrics
@@ -246,7 +246,7 @@ def test_without_a_root_all_jobs_of_the_node_have_a_row_and_a_page(
     (one / ".trinity_sync").mkdir()
     Job(two, open_job_spool(spool_folder, two)).stage(3, {"model": {"w": torch.zeros(9)}})
     for root in (one, gone):
-        register_job(settings, root)
+        register_root(settings.home, root)
     append(SaveRequest(root=str(one), step=8, run=1), "failed", "the disk is <full>")
     env = {**settings.to_variables(), "PREFECT_API_URL": ""}
     page = tmp_path / "pages/all.html"

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def run(job: Job, *arguments: object, **more: str) -> Result:
         "TRINITY_SYNC_HOME": str(job.root.parent / "home"),
         "TRINITY_SYNC_SPOOL": str(job.spool.folder.parent),
         "PREFECT_API_URL": "",
+        "TRINITY_SYNC_SAVER": "auto",
         **more,
     }
     return CliRunner().invoke(app, [str(each) for each in arguments], env=env)
@@ -70,7 +72,7 @@ def test_ls_shows_saves_that_are_not_committed(saves: Job) -> None:
         20: "failed",
         30: "pending",
     }
-    assert "retry" not in done.stderr  # there is no flow run
+    assert f"trinity-sync retry {saves.root} 20" in done.stderr
 
 
 def test_what_the_saver_saves_is_listed_and_waited_for_if_a_server_knows_nothing_of_it(
@@ -198,7 +200,8 @@ def test_failures_of_the_journal_are_shown_by_ls_and_wait(journal: Job, server: 
     assert (shown[30][0], shown[60][0]) == ("writing", "valid")
     assert shown[40] == ("failed", "it does not fit either")
     assert shown[50] == ("failed", "50 does not fit")
-    assert f"trinity-sync retry {journal.root} 50" in done.stderr
+    step = 50 if server else 20  # its stack has its flow run; the memory of this node its images
+    assert f"trinity-sync retry {journal.root} {step}" in done.stderr
     failed = run(journal, "wait", journal.root, 50, PREFECT_API_URL=server)
     assert (failed.exit_code, f"50 does not fit ({PAGE})" in failed.stderr) == (1, True)
 
@@ -215,7 +218,9 @@ def test_failures_of_the_journal_are_shown_by_runs_and_the_report(journal: Job) 
     groups = {group["message"]: group for group in json.loads(done.stdout)["report"]["failures"]}
     assert groups["it does not fit either"]["steps"] == [40]
     assert groups["it does not fit either"]["command"] == f"trinity-sync doctor {journal.root}"
-    assert groups["50 does not fit"]["command"] == f"trinity-sync retry {journal.root} 50"
+    assert groups["50 does not fit"]["command"] == f"trinity-sync doctor {journal.root}"
+    command = f"trinity-sync retry {journal.root} 20"
+    assert groups["no space left on device"]["command"] == command
 
 
 def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_that_of_a_run_that_has_synced_its_step(
@@ -272,3 +277,27 @@ def test_a_superseded_save_of_the_journal_is_no_failure_of_the_report(journal: J
     # by its images, as in `runs`
     assert [each["steps"] for each in groups if each["cause"] == "Failed"] == [[20]]
     assert {each["command"] for each in groups if each["cause"] == "Superseded"} == {None}
+
+
+def test_where_all_is_well_no_command_is_red_or_speaks_of_a_stack(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job.commit_states(10, {"model": {"w": torch.zeros(4)}})
+    lines = [
+        "doctor",
+        "status",
+        "ls {}",
+        "runs {}",
+        "show {} 10",
+        "wait {}",
+        "report {}",
+        "jobs ls",
+    ]
+    for line in lines:
+        done = run(job, *line.format(job.root).split())
+        assert done.exit_code == 0, done.output
+        assert not re.search("Prefect|flow run|worker|Ray", done.output), done.output
+    assert "in memory" not in run(job, "status").output
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search("Prefect|flow run|worker", page.partition("<h1>")[2])

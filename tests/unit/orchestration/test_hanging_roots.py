@@ -25,7 +25,7 @@ from trinity_sync.client.saver_control import SERVED
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.orchestration import job_registry, metrics, step_events
 from trinity_sync.orchestration import on_node as retention
-from trinity_sync.orchestration.job_registry import list_known_roots, register_job
+from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.metrics import RootObserver
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.orchestration.recovery import flow_runs
@@ -37,6 +37,7 @@ from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.pipeline.order import ORDER
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import lock_image
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -71,7 +72,7 @@ def settings(job: Job, other: Job, tmp_path: Path) -> Settings:
     for each in (job, other):
         each.stage(1, MODEL)
         each.commit(1)
-        register_job(made, each.root)
+        register_root(made.home, each.root)
     return made
 
 

@@ -25,7 +25,8 @@ STEPS = [row_of(100, "valid")]
 
 
 def ended(step: int, name: str, message: str, at: float = NOW) -> Failure:
-    return Failure(name, message, at, "http://its/page", (1, step, "checkpoint"))
+    retry = f"trinity-sync retry /ckpts {step}"
+    return Failure(name, message, at, "http://its/page", (1, step, "checkpoint"), retry=retry)
 
 
 def test_a_job_is_late_by_its_own_interval() -> None:

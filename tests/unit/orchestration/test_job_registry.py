@@ -5,13 +5,9 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.orchestration.job_registry import (
-    list_known_roots,
-    register_job,
-    select_roots,
-    unregister_job,
-)
+from trinity_sync.orchestration.job_registry import list_known_roots, select_roots, unregister_job
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import register_root
 
 
 @pytest.fixture
@@ -29,7 +25,7 @@ def test_jobs_that_committed_are_known_until_they_are_forgotten(
 ) -> None:
     one, two = job_at(tmp_path / "a/ckpts"), job_at(tmp_path / "b/ckpts")
     for root in (one, two, one):
-        register_job(settings, root)
+        register_root(settings.home, root)
     assert sorted(list_known_roots(settings)) == [one, two]
     unregister_job(settings, one)
     assert list_known_roots(settings) == [two]
@@ -39,7 +35,7 @@ def test_a_root_that_is_away_is_left_out_until_it_is_back(
     settings: Settings, tmp_path: Path
 ) -> None:
     root = job_at(tmp_path / "ckpts")
-    register_job(settings, root)
+    register_root(settings.home, root)
     root.rename(tmp_path / "away")
     assert list_known_roots(settings) == []
     (tmp_path / "away").rename(root)
@@ -48,7 +44,7 @@ def test_a_root_that_is_away_is_left_out_until_it_is_back(
 
 def test_a_torn_note_hides_no_other_root(settings: Settings, tmp_path: Path) -> None:
     root = job_at(tmp_path / "ckpts")
-    register_job(settings, root)
+    register_root(settings.home, root)
     (settings.home / "roots/torn.json").write_text("{")
     assert list_known_roots(settings) == [root]
 

@@ -19,10 +19,10 @@ from tests.support.waiting import until
 from trinity_sync.errors import StackError
 from trinity_sync.layout import ITERATION_FILES
 from trinity_sync.orchestration import metrics as node_metrics
-from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.metrics import RootObserver, WorkerMetrics
 from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.storage.discovery import Corruption, mark_corrupted
 from trinity_sync.storage.save import Persisted
@@ -87,14 +87,14 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
 ) -> None:
     settings = Settings(home=tmp_path)
     job.commit_states(7, {"model": {"w": torch.zeros(3)}})
-    register_job(settings, job.root)
+    register_root(settings.home, job.root)
     port = WorkerMetrics().serve(settings, at(free_port()))
     assert newest_step(port) == 7
 
 
 def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
-    register_job(settings, job.root)
+    register_root(settings.home, job.root)
     manifest = job.root / "global_step_7/manifest.json"
     manifest.parent.mkdir()
     (job.root / ITERATION_FILES["checkpoint"]).write_text("7")
@@ -149,7 +149,7 @@ def test_corrupted_steps_readers_and_other_workers_commits_are_read_from_the_roo
     (job.root / ".trinity_sync/weights").mkdir(parents=True)
     write_state(job.root, SynchronizerState("job", registry.state, written_at=1.7e9))
     write_address(job.root, "synchronizer", "weights")
-    register_job(settings, job.root)
+    register_root(settings.home, job.root)
     observer = RootObserver(settings, StackSettings(), metrics.update_newest)
     observer.observe()
     labels = {"job": job.spool.folder.name, "kind": "checkpoint"}
@@ -176,7 +176,7 @@ def test_corruption_marks_are_looked_up_rarely(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
-    register_job(settings, job.root)
+    register_root(settings.home, job.root)
     name, corruption = job.spool.folder.name, Corruption({MODEL: "is missing"}, 1.7e9)
     observer = RootObserver(settings, StackSettings(), lambda *_: None)
     for step in (1, 2):
@@ -194,11 +194,11 @@ def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
 ) -> None:
     settings = Settings(home=tmp_path / "home", spool=job.spool.folder.parent)
     name = job.spool.folder.name
-    register_job(settings, job.root)
+    register_root(settings.home, job.root)
     commit_files(job.root, 1)
     observer = RootObserver(settings, StackSettings(), lambda *_: None)
     unreadable = tmp_path / ("x" * 300)  # the file system refuses to look it up
-    register_job(settings, unreadable)
+    register_root(settings.home, unreadable)
     for _ in range(2):
         observer.observe()
         assert corrupted_steps(observer) == {name: 0}

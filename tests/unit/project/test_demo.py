@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.orchestration.job_registry import list_known_roots, register_job
+from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.snapshot.spool import open_job_spool
 
 DEMO = Path(__file__).parents[3] / "examples/demo/demo.py"
@@ -33,7 +34,7 @@ def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
     output = tmp_path / "demo-output"
     for root in (mine := output / "job-1", theirs := tmp_path / "job-2"):
         root.mkdir(parents=True)
-        register_job(settings, root)
+        register_root(settings.home, root)
     spools = [open_job_spool(spool_folder, root).folder for root in (mine, theirs)]
     (output / "rendezvous-1").touch()
     demo.clean_up(settings, output)

@@ -33,7 +33,6 @@ from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
-from trinity_sync.orchestration.job_registry import register_job
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.orchestration.recovery.reconcile import find_busy_steps, reconcile
 from trinity_sync.orchestration.report.collect import collect_report
@@ -44,7 +43,7 @@ from trinity_sync.remote.required import fetch_newest
 from trinity_sync.remote.upload import replicate
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import open_identity, read_identity
+from trinity_sync.snapshot.job_identity import open_identity, read_identity, register_root
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack.doctor import run_checks
@@ -283,7 +282,7 @@ def test_a_root_of_another_release_is_refused_and_left_unchanged(
 def test_nothing_is_repaired_in_a_root_of_another_release(scene: Scene, change: int) -> None:
     (scene.job.root / ITERATION_FILES["checkpoint"]).write_text("1")
     of_another_release(scene.identity, change)
-    register_job(scene.settings, scene.job.root)
+    register_root(scene.settings.home, scene.job.root)
     before = content(scene.job.root)
     found = reconcile(scene.settings, [scene.job.root], None)
     (said,) = [each for each in found if each.where == str(scene.job.root)]
@@ -344,7 +343,7 @@ def test_a_sweep_names_a_step_of_another_release_once_and_repairs_nothing(
     scene.job.stage(2, {"optim": {"w": torch.ones(10)}})  # came late
     of_another_release(step_folder(scene.job.root, 2) / "manifest.json", change)
     (scene.job.root / ITERATION_FILES["checkpoint"]).write_text("1")
-    register_job(scene.settings, scene.job.root)
+    register_root(scene.settings.home, scene.job.root)
     before = content(scene.job.root)
     assert find_orphaned_steps(scene.job) == find_orphaned_steps(scene.job) == [4]  # of this one
     said = [each.message for each in caplog.records]

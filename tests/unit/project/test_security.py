@@ -35,7 +35,6 @@ from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import MANIFEST, shard_file, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import (
     list_known_roots,
-    register_job,
     require_allowed,
     require_allowed_store,
     select_roots,
@@ -45,6 +44,7 @@ from trinity_sync.pipeline.save import Share
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.daemon import Daemon
@@ -380,7 +380,7 @@ def test_jobs_that_are_no_longer_allowed_are_not_looked_after(tmp_path: Path) ->
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
-        register_job(Settings(home=tmp_path / "home"), root)
+        register_root(tmp_path / "home", root)
     assert sorted(list_known_roots(Settings(home=tmp_path / "home"))) == roots
     allowed = StackSettings(worker={"allowed_paths": roots[:1]})
     assert list_known_roots(Settings(home=tmp_path / "home"), allowed) == roots[:1]

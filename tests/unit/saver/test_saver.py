@@ -3,7 +3,10 @@
 import ast
 import asyncio
 import errno
+import json
+import math
 import os
+import re
 import shutil
 import signal
 import stat
@@ -11,11 +14,13 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
 from benchmarks.path_calls import watch_path_calls
@@ -25,6 +30,7 @@ from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
 from tests.support.savers import (
     await_that,
+    end_savers,
     is_announced,
     is_locked,
     savers_of,
@@ -48,6 +54,7 @@ from trinity_sync.client.saver_control import (
 from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.fs.records import encode_record
+from trinity_sync.layout import Kind
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver
@@ -765,3 +772,56 @@ def test_a_saver_keeps_no_file_of_a_run_open(settings: Settings, tmp_path: Path,
                 saves.save(1, {"model": {"w": torch.ones(3)}})
             open_files.append(savers_of(settings.spool)[0].num_fds())
     assert max(open_files[-3:]) < min(open_files[:3]) + 6
+
+
+def call_command(settings: Settings, *words: object) -> Result:
+    variables = settings.to_variables() | {"PREFECT_API_URL": ""}
+    return CliRunner().invoke(app, [*map(str, words)], env=variables)
+
+
+@pytest.mark.parametrize("saver_lives", [True, False])
+@pytest.mark.parametrize("kind", ["checkpoint", "state_dict"])
+def test_each_command_that_is_printed_for_a_failed_save_works_without_a_stack(
+    coordinator: Make, settings: Settings, job: Job, kind: Kind, saver_lives: bool
+) -> None:
+    call = partial(call_command, settings)
+    write_job_settings(job.root, {"on_nonfinite": "refuse"})
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.tensor(math.nan)}}, kind=kind)
+    with pytest.raises(SaveFailedError, match="retry it"):
+        saves.wait_all(60)
+    for is_refused in (True, False):
+        if not saver_lives:  # nor the trainer
+            saves.close(timeout=0)
+            end_savers(settings.spool)
+        if not is_refused:
+            write_job_settings(job.root, {"on_nonfinite": "warn"})
+        shown = [
+            call(*words) for words in (["runs", job.root], ["ls", job.root], ["wait", job.root, 1])
+        ]
+        (hint,) = {each.stderr.rpartition("trinity-sync ")[2] for each in shown}
+        retried = call(*hint.split())
+        assert (retried.exit_code, "Prefect" in retried.output) == (0, False)
+        waited = call(*retried.stdout.split("trinity-sync ")[1].split())
+        assert (waited.exit_code, "non-finite" in waited.stderr) == (is_refused, is_refused)
+    assert load_states(job.root, 1, "actor")["model"]["w"].isnan()
+    refused = call("retry", job.root, 1)
+    assert (refused.exit_code, "no save of step 1" in refused.stderr) == (1, True)
+
+
+def test_saves_that_wait_although_no_saver_lives_are_told_with_what_to_do(
+    settings: Settings, job: Job
+) -> None:
+    call = partial(call_command, settings)
+    assert (call("status").exit_code, call("status").stdout) == (0, "saver\tidle\t\t\n")
+    job.stage(30, {"model": {"w": torch.zeros(4)}})
+    until(lambda: call("status").exit_code == 3, "a saver could have been started")
+    told = call("status")
+    assert (f"{job.root}\t30\t" in told.stdout, "trinity-sync retry" in told.stderr) == (True, True)
+    assert re.search("fail\tsaver\tnone lives.*trinity-sync status", call("doctor").stdout)
+    assert call("retry", job.root, 30).exit_code == 0
+    assert "is committed" in call("wait", job.root, 30).stdout
+    assert re.match(r"saver\trunning\t\d+\t", call("status").stdout)
+    assert str(job.root) in call("report", "-o", "json").stdout
+    (row,) = json.loads(call("jobs", "ls", "-o", "json").stdout)["jobs"]
+    assert (row["root"], row["steps"], row["newest"]) == (str(job.root), 1, 30)

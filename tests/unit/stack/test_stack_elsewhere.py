@@ -42,7 +42,7 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
     }
     with environment(named):
         found = embedded.status(Settings(home=tmp_path))
-    assert [part.state for part in found.services] == ["away", "external", "absent"]
+    assert [part.state for part in found.services[:3]] == ["away", "external", "absent"]
     assert "no Prefect server can be reached at http://127.0.0.1:9" in found.reason
 
 

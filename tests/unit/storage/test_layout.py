@@ -21,8 +21,9 @@ from trinity_sync.layout import (
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.orchestration.job_registry import list_known_roots, register_job
+from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 
@@ -98,7 +99,7 @@ def test_a_root_of_any_name_saves_and_is_known(
     assert job.spool.read_root() == root
     assert get_job_spool(job.spool.folder, job.save(4)) == job.spool
     settings = Settings(home=tmp_path / "home")
-    register_job(settings, root)
+    register_root(settings.home, root)
     assert list_known_roots(settings) == [root]
 
 

@@ -21,9 +21,11 @@ from trinity_sync.client.prefect_api import (
     ask_server,
     find_last_attempts,
 )
+from trinity_sync.client.prefect_connection import knows_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths, walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, job_id_of, steps_on_disk
+from trinity_sync.orchestration.job_registry import list_local_roots
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
     Disk,
@@ -41,8 +43,8 @@ from trinity_sync.orchestration.report.health import group_failures, judge_healt
 from trinity_sync.orchestration.report.steps import list_saves, read_steps
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools
+from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
@@ -83,7 +85,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     spool = JobSpool(settings.spool / job_id(root))
     rows = list_saves(settings, root, runs=find_last_attempts(server.runs))
     failed = [
-        Failure(row.cause, row.reason or "", row.since or 0.0, row.url, row.save)
+        Failure(row.cause, row.reason or "", row.since or 0.0, row.url, row.save, retry=row.retry)
         for row in rows
         if row.cause
     ]
@@ -132,8 +134,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
 
 def collect_reports(settings: Settings) -> list[JobReport]:
     """Return the reports of all jobs that have saved on this node; of a lost one, what is wrong."""
-    spools = [job.read_root() for job in list_job_spools(settings.spool)]
-    roots = sorted({*list_registered_roots(settings.home), *filter(None, spools)})
+    roots = list_local_roots(settings)
 
     def fail(root: Path, why: str) -> JobReport:
         return JobReport(str(root), job_id_of(root), time.time(), Health("failed", why, None))
@@ -184,7 +185,8 @@ def _query_server(settings: Settings, root: Path) -> _Server:
         return _Server(runs, tasks, verified_at, verified, url)
 
     try:
-        return ask_server(settings, ask)
+        is_used = settings.saver == "stack" or knows_server(settings)
+        return ask_server(settings, ask) if is_used else _Server()
     except PrefectApiError as error:
         return _Server(error=str(error))
 
@@ -274,7 +276,7 @@ def _name_phase(row: SaveRow, run: FlowRun | None, tasks: Mapping[UUID, Set[str]
         return f"queued ({run.state.name.lower()})"
     if run and "commit" in tasks.get(run.id, ()):
         return "committing"
-    return "writing" if row.status == "writing" else "in memory, no flow run known"
+    return "writing" if row.status == "writing" else "in memory"
 
 
 def _find_missing_ranks(settings: Settings, root: Path, tickets: Sequence[Ticket]) -> str:

@@ -124,6 +124,9 @@ class SaveRow:
     """Why it failed; otherwise the message of its state."""
     cause: str | None = None
     """Name of its state if it failed: ``Failed``, ``Crashed``, ``Superseded``, ``Evicted``, ..."""
+    retry: str | None = None
+    """Command that saves it again, if it has failed, and its images are in the memory of this node,
+    or a stack has its flow run."""
 
     @property
     def save(self) -> tuple[int, int, Kind]:
@@ -154,6 +157,8 @@ class Failure:
     """Run, step and kind; None for a flow run of another kind."""
     name: str = ""
     """Name of the flow run."""
+    retry: str | None = None
+    """Command that saves it again."""
 
 
 @dataclass(frozen=True)

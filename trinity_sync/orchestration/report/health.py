@@ -152,17 +152,16 @@ def _find_remedy(
             "Committed, but not exported. Remove the cause, then export it.",
             f"trinity-sync export hf {quoted} {step} --role {not_exported[0]}",
         )
-    if not target.url:
+    if not target.retry:
         return "Remove the cause. Later saves are unaffected.", f"trinity-sync doctor {quoted}"
-    retry = f"trinity-sync retry {quoted} {step}"
     if state == "Cancelled":
-        return "Cancelled by a user. Retry it, or cancel no saves.", retry
+        return "Cancelled by a user. Retry it, or cancel no saves.", target.retry
     if state == "Crashed":
         return (
             "Its worker or node died; a worker retries it. Is one running?",
             "trinity-sync status",
         )
-    return "Remove the cause, then retry while its images are in memory.", retry
+    return "Remove the cause, then retry while its images are in memory.", target.retry
 
 
 def _describe_corrupted(root: str, rows: Sequence[StepRow]) -> FailureGroup:

@@ -1,5 +1,6 @@
 """The steps and saves of a job, as its files tell them: for the commands and the report."""
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trinity_sync.client.prefect_api import FAILED, FlowRun
+from trinity_sync.client.prefect_connection import knows_server
 from trinity_sync.errors import FormatError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import SaveRow, StepRow
@@ -141,6 +143,7 @@ def list_saves(
     """
     logged = {(each.run, each.step, each.timing.kind): each for each in read_saves(root)}
     journal, known, has_remote = Journal(root), list_known_runs(root), _has_remote(root)
+    has_stack = knows_server(settings)
     with suppress(OSError):  # it tells nothing
         journal.read()
     found: dict[Save, tuple[int, float, Facts]] = {}  # of the last attempt that is known
@@ -169,7 +172,11 @@ def list_saves(
             is_gone=facts.marked is None,  # what has completed was committed
             is_superseded=find_superseding_run(known, *save[:2]) is not None,
         )
-        return _make_row(save, facts, since, log, run)
+        row = _make_row(save, facts, since, log, run)
+        if row and row.status == "failed" and (facts.marked is not None or (row.url and has_stack)):
+            command = f"trinity-sync retry {shlex.quote(str(root))} {row.step}"
+            row = replace(row, retry=command)
+        return row
 
     spool = JobSpool(settings.spool / job_id(root))
     for image in spool.tickets()[0]:
@@ -182,7 +189,7 @@ def list_saves(
             add(SaveRequest.model_validate_json(path.read_bytes()), path.stat().st_mtime)
     for entry in journal.list_failures():
         save = entry.run, entry.step, entry.kind
-        if found.get(save, (0,))[0] <= entry.attempt:
+        if found.get(save, (0,))[0] < entry.attempt:
             found[save] = entry.attempt, entry.at, Facts(told=entry)
     asked = {each.save for each in runs}
     others = [save for save in {**logged, **found} if save not in asked]
