@@ -323,20 +323,20 @@ def require_existing(root: Path) -> Path:
     """Return the root of a job.
 
     Raises:
-        ConfigError: It is not a folder, or is inside a root.
+        ConfigError: It is not a folder, or no root, such as a folder inside of one.
         FormatError: It is of another release.
     """
     from trinity_sync.snapshot.job_identity import read_identity
 
     refuse_url(root)
-    if not root.is_dir():
-        raise with_hint(
-            ConfigError(f"{root} is not a folder"),
-            "pass the job's root, e.g. trinity-sync ls ckpts",
-        )
-    if not is_root(root):
+    wrong = "" if root.is_dir() else "is not a folder"
+    if not wrong and not is_root(root):
         _refuse_inside(root)
         check_root(root)  # also behind a link
+        wrong = "is no root of a job: it has neither steps nor records"
+    if wrong:
+        hint = "pass the job's root, e.g. trinity-sync ls ckpts"
+        raise with_hint(ConfigError(f"{root} {wrong}"), hint)
     read_identity(root)  # which refuses a root of another release
     return root
 

@@ -1,6 +1,5 @@
 """Commands for jobs: jobs ls, show, set, reindex, forget; reconcile."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
+    is_root,
     read_settings,
     require_existing,
     update_catalog,
@@ -28,9 +28,8 @@ from trinity_sync.cli.output import (
     progress_bar,
 )
 from trinity_sync.cli.rows import ForgottenJob, JobDetails, JobRow, ReindexedJob, SettingRow
-from trinity_sync.errors import ConfigError, PrefectApiError, TrinitySyncError
+from trinity_sync.errors import ConfigError, PrefectApiError
 from trinity_sync.orchestration.quantities import format_bytes
-from trinity_sync.retention.policies import StepInfo
 from trinity_sync.stack import list_missing_packages
 
 jobs = App(
@@ -52,8 +51,7 @@ def list_jobs(output: Output = "table") -> None:
     It warns of those in the catalog that have other steps on disk.
     """
     from trinity_sync.client.prefect_connection import knows_server
-    from trinity_sync.orchestration.job_registry import list_local_roots
-    from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
+    from trinity_sync.orchestration.report.collect import collect_reports
 
     settings, found = read_settings(), list[Any]()
     if (settings.saver == "stack" or knows_server(settings)) and not list_missing_packages():
@@ -61,38 +59,23 @@ def list_jobs(output: Output = "table") -> None:
 
         with open_catalog(get_catalog_url(settings)) as engine:
             found = list_jobs(engine)
-        rows = [_sum_up(each.root, each.job, each.steps, each.mirrored_at) for each in found]
-    else:
-        roots = list_local_roots(settings)
-        here = RootVisits("jobs").visit(roots, _read_job, limit_s=OTHERS_WAIT_S)
-        rows = [*filter(None, here.values())]
+    reports = [] if found else collect_reports(settings)
+    rows = [
+        JobRow(
+            root=job.root,
+            job=job.job,
+            steps=len(job.steps),
+            newest=max(((each.run or 0, each.step) for each in job.steps), default=(0, None))[1],
+            bytes=sum(each.nbytes for each in job.steps),
+            updated_at=job.mirrored_at if found else job.created_at,
+        )
+        for job in found or reports
+    ]
     columns = "root steps newest bytes updated_at"
     print_rows("jobs", rows, output, columns, empty="no job is known")
     for job in found:
         if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
             typer.echo(warning, err=True)
-
-
-def _read_job(root: Path) -> JobRow | None:
-    from trinity_sync.retention.prune import RootSteps
-    from trinity_sync.retention.removal import describe_steps
-    from trinity_sync.snapshot.job_identity import job_id
-
-    try:
-        if not root.is_dir():
-            return None
-        steps = describe_steps(RootSteps(root))
-        last = max((each.committed_at for each in steps), default=0.0)
-        return _sum_up(str(root), job_id(root), steps, last)
-    except (TrinitySyncError, OSError) as error:
-        typer.echo(f"{root} is left out: {error}", err=True)
-        return None
-
-
-def _sum_up(root: str, job: str, steps: Sequence[StepInfo], updated_at: float) -> JobRow:
-    valid = [each.step for each in steps if not each.superseded_by and not each.corruption]
-    nbytes = sum(each.nbytes for each in steps)
-    return JobRow(root, job, len(steps), max(valid, default=None), nbytes, updated_at)
 
 
 @jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show", stack=True)
@@ -164,10 +147,12 @@ def set_job(
         if not equals:
             raise with_hint(ConfigError(f"{change!r} is not NAME=VALUE"), "e.g. keep=last=3")
         values[name] = value or None
-    if not root.exists():
+    if is_root(root):
+        require_existing(root)
+    else:
         root = resolve_root(root)
         typer.echo(f"created {root}", err=True)
-    set_job_settings(require_existing(root), values)
+    set_job_settings(root, values)
     update_catalog(root)
     rows = _list_settings(root)
     print_rows("settings", rows, output, "name value default source")

@@ -166,19 +166,26 @@ def print_table(rows: Sequence[Any], columns: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for key, (values, _) in shown.items():
+    console = Console(color_system="standard" if use_color() else None)
+    between = 2 if console.width >= 80 else 1
+    table = Table(box=None, pad_edge=False, padding=(0, between, 0, 0), header_style="")
+    for key, (values, cells) in shown.items():
         is_number = {*map(type, values)} <= {int, float, type(None)}
+        heading = HEADINGS.get(key, key.upper().replace("_", " "))
+        texts = [Text.from_ansi(cell).plain for cell in cells]
+        if not is_number:  # numbers have units
+            texts = " ".join(texts).split()
         table.add_column(
-            HEADINGS.get(key, key.upper().replace("_", " ")),
+            heading,
             justify="right" if is_number else "left",
-            no_wrap=is_number or key == "status",
+            # what is longer, such as a path, is broken on a narrow terminal
+            min_width=max(len(each) for each in (*texts, *heading.split()) if len(each) <= 20),
             overflow="fold",
         )
     for line in zip(*(cells for _, cells in shown.values()), strict=True):
         last = "" if line[-1] == "-" else line[-1]
         table.add_row(*map(Text.from_ansi, line[:-1]), Text(last))
-    Console(color_system="standard" if use_color() else None).print(table)
+    console.print(table)
 
 
 def write_cell(key: str, value: Any, on_terminal: bool) -> str:

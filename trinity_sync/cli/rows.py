@@ -46,11 +46,11 @@ class JobRow:
     steps: int
     """Number of committed steps."""
     newest: int | None
-    """The highest valid step."""
+    """The newest step, by run and number."""
     bytes: int
     """Size of all steps."""
     updated_at: float
-    """Time of the last update of the catalog, or without a stack of the last commit."""
+    """Time of the last update of the catalog, or without a stack of this list."""
 
 
 @dataclass(frozen=True)

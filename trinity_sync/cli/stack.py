@@ -163,25 +163,18 @@ def down(yes: Yes = False, output: Output = "table") -> None:
     from trinity_sync.stack import embedded
 
     settings = read_settings()
-    waiting = _count_uncommitted(settings)
+    waiting = 0
+    with suppress(SpoolError, OSError):  # doctor reports it
+        waiting = sum(len(job.steps) for job in embedded.list_waiting_saves(settings.spool))
     if embedded.find(settings) is not None and waiting:
         confirm(
-            f"stop the stack while {waiting} images in shared memory are not committed, which a "
+            f"stop the stack while {waiting} steps in shared memory are not committed, which a "
             "restart of the machine would lose",
             yes=yes,
         )
     stopped = embedded.down(settings)
     text = "stopped" if stopped else f"nothing to stop: there is no stack in {settings.home}"
     print_object("stack", StoppedStack(str(settings.home), stopped), output, text)
-
-
-def _count_uncommitted(settings: "Settings") -> int:
-    """Return the number of images in shared memory to commit; 0 if it cannot be used."""
-    from trinity_sync.snapshot.spool import list_job_spools
-
-    with suppress(SpoolError, OSError):  # doctor reports it
-        return sum(len(found) for job in list_job_spools(settings.spool) for found in job.tickets())
-    return 0
 
 
 @app.command(
@@ -197,20 +190,16 @@ def status(output: Output = "table") -> None:
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
     is_alone = report.services[0].state == "not used"
-    fine = {"running", "external", "not used", "idle"}
-    down = {each.state for each in report.services[:3]} - fine
+    down = {each.state for each in report.services} - {"running", "external", "not used", "idle"}
     if report.workers_online and report.services[2].state == "absent":  # that of another machine
         down.discard("absent")
     if down & {"dead", "absent"}:
         hint = "trinity-sync up starts what does not run; trinity-sync logs says why it ended"
+        if is_alone:  # the saver
+            hint = "start the training again, or run: trinity-sync retry ROOT STEP"
         typer.echo(f"hint: {hint}", err=True)
-    if is_lost := report.services[3].state == "dead":
-        hint = (
-            "the next start of the training has the steps that wait saved; or: trinity-sync retry"
-        )
-        typer.echo(f"hint: {hint} ROOT STEP", err=True)
-    works = (report.workers_online or is_alone) and not report.overrides
-    raise typer.Exit(DONE if works and not down and not is_lost else PROBLEM_FOUND)
+    works = not down and (report.workers_online or is_alone) and not report.overrides
+    raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
 
 @app.command("logs", "logs worker -f", "logs server -n 200", panel="Run the stack")
@@ -228,10 +217,7 @@ def logs(
 
     settings = read_settings()
     names = [service] if service else get_args(Service)
-    paths = [
-        settings.home / LOG if name == "saver" else settings.home / "logs" / f"{name}.log"
-        for name in names
-    ]
+    paths = [settings.home / (LOG if name == "saver" else f"logs/{name}.log") for name in names]
     found = [str(path) for path in paths if follow or path.is_file()]  # -F also waits for a file
     if not found:
         raise with_hint(

@@ -11,7 +11,6 @@ from trinity_sync.cli.app import (
     RootOrUrl,
     Step,
     app,
-    is_root,
     read_settings,
     require_existing,
     resolve_step_argument,
@@ -72,9 +71,7 @@ def list_steps(
         left_out, steps = _take_last(found, most)
         rows = _read_rows(base, steps, saves)
     columns = "step run kind bytes committed_at status notes"
-    foreign = "://" not in root and not is_root(Path(root))
-    empty = f"no steps in {root}" + ", which is no root of a job" * foreign
-    print_rows("steps", rows[::-1], output, columns, empty=empty)
+    print_rows("steps", rows[::-1], output, columns, empty=f"no steps in {root}")
     if left_out and is_text(output):
         typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
     if retries := [saves[step].retry for step in sorted(saves) if saves[step].retry]:

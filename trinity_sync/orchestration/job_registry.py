@@ -11,21 +11,11 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import list_registered_roots, registry_path
-from trinity_sync.snapshot.spool import list_job_spools
 
 ANSWER_S = 10.0
 """Seconds in which a root answers, unless its file system hangs."""
 
 _visits = RootVisits("is it there")
-
-
-def list_local_roots(settings: Settings) -> list[Path]:
-    """Return the roots of all jobs that have saved on this node, also of those that are gone.
-
-    It does not look at the roots, whose file systems may hang.
-    """
-    spools = [job.read_root() for job in list_job_spools(settings.spool)]
-    return sorted({*list_registered_roots(settings.home), *filter(None, spools)})
 
 
 def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:

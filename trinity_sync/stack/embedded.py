@@ -283,13 +283,14 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     if is_alone := not uses_stack(settings, stack):
         found = tuple(replace(each, state="not used") for each in found)
     found = (*found, *check_savers(settings, is_alone=is_alone))
-    saves = tuple(_list_waiting_saves(settings.spool))
+    saves = tuple(list_waiting_saves(settings.spool))
     return StackStatus(
         settings.home, pool, online, waiting, reason, changed, overrides, found, saves
     )
 
 
-def _list_waiting_saves(spool: Path) -> Iterator[WaitingSaves]:
+def list_waiting_saves(spool: Path) -> Iterator[WaitingSaves]:
+    """Yield what waits for its commit in the memory of this node, by job."""
     for job in list_job_spools(spool):
         if waiting := [image.ticket for image in job.tickets()[0] if not image.failed]:
             steps = tuple(sorted({each.step for each in waiting}))
@@ -311,7 +312,7 @@ def check_savers(settings: Settings, *, is_alone: bool) -> list[ServiceStatus]:
     if living := list_savers(settings.spool):
         return [ServiceStatus("saver", "running", pid or None, log=log) for pid in living]
     before = time.time() - CONNECT_S  # one may have just been started
-    waits = any(each.since < before for each in _list_waiting_saves(settings.spool))
+    waits = any(each.since < before for each in list_waiting_saves(settings.spool))
     is_dead = is_alone and waits
     return [ServiceStatus("saver", "dead" if is_dead else "idle", log=log)]
 

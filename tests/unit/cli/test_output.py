@@ -221,15 +221,16 @@ def at_a_terminal(
     *arguments: object,
     answer: str = "",
     meanwhile: Callable[[], object] = lambda: None,
+    columns: int = 80,
 ) -> tuple[int, str]:
-    """The exit code of a command, and what a terminal of 80 columns showed.
+    """The exit code of a command, and what a terminal showed.
 
     The answer is typed at a question, after what happens meanwhile; the character of code 3 is
     Ctrl-C.
     """
     ours, its = pty.openpty()
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    env = {**inherited, **home, "COLUMNS": "80", "TERM": "xterm"}
+    env = {**inherited, **home, "COLUMNS": str(columns), "TERM": "xterm"}
     command = subprocess.Popen(
         [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)],
         env=env, stdin=its, stdout=its, stderr=its,
@@ -310,14 +311,44 @@ def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) 
     assert list_steps(home, root) == ["30", "25", "5"]
 
 
-def test_a_reader_that_has_enough_is_no_error_and_a_folder_that_is_no_job_is_named(
-    root: Path, home: dict[str, str], tmp_path: Path
+def test_a_folder_that_is_no_root_passes_no_command_but_the_one_that_makes_it_one(
+    home: dict[str, str], tmp_path: Path
 ) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    lines = ["verify {}", "verify {} --load", "wait {}", "wait {} 5", "ls {}", "show {} latest"]
+    for line in (
+        *lines,
+        "report {}",
+        "runs {}",
+        "readers {}",
+        "doctor {}",
+        "pin {} 5",
+        "retry {} 5",
+    ):
+        done = run(home, *line.format(empty).split())
+        assert (done.exit_code, "is no root of a job" in done.stderr) == (2, True), line
+    assert run(home, "jobs", "set", empty, "keep=last=3").exit_code == 0
+    for line in ("verify {}", "wait {}", "ls {}", "report {} -o json"):
+        assert run(home, *line.format(empty).split()).exit_code == 0, line
+
+
+def test_a_narrow_terminal_breaks_no_word(job: Job, home: dict[str, str]) -> None:
+    job.commit_states(20, {"model": {"w": torch.zeros(3)}})
+    for line, words in (
+        ("show {} 20", "ROLE COMPONENT TENSORS LARGEST NONFINITE UNCHANGED SINCE actor model"),
+        ("ls {}", "STEP KIND STATUS NOTES checkpoint valid latest"),
+        ("runs {}", "REASON checkpoint committed"),
+    ):
+        code, shown = at_a_terminal(home, *line.format(job.root).split(), columns=60)
+        found = re.sub(r"\x1b\[\d+m", "", shown).split()
+        assert (code, {*words.split()} - {*found}) == (0, set()), shown
+
+
+def test_a_reader_that_has_enough_is_no_error(root: Path, home: dict[str, str]) -> None:
     command = f"{sys.executable} -m trinity_sync ls {root} | sleep 0"
     piped = ["bash", "-o", "pipefail", "-c", command]
     done = subprocess.run(piped, env=os.environ | home, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"no steps in {tmp_path}, which is no root" in run(home, "ls", tmp_path).stderr
 
 
 def test_down_asks_first_while_an_image_is_not_committed(
@@ -331,7 +362,7 @@ def test_down_asks_first_while_an_image_is_not_committed(
     spool = home | {"TRINITY_SYNC_SPOOL": str(job.spool.folder.parent)}
     job.stage(40, {"model": {"w": torch.zeros(4)}})
     refused = run(spool, "down")
-    assert (refused.exit_code, "1 images in shared memory are not" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "1 steps in shared memory are not" in refused.stderr) == (2, True)
     job.commit(40)
     assert run(spool, "down").stdout == "stopped\n"
     assert not stack.exists()

@@ -25,7 +25,6 @@ from trinity_sync.client.prefect_connection import knows_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths, walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, job_id_of, steps_on_disk
-from trinity_sync.orchestration.job_registry import list_local_roots
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
     Disk,
@@ -43,8 +42,8 @@ from trinity_sync.orchestration.report.health import group_failures, judge_healt
 from trinity_sync.orchestration.report.steps import list_saves, read_steps
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
@@ -134,7 +133,8 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
 
 def collect_reports(settings: Settings) -> list[JobReport]:
     """Return the reports of all jobs that have saved on this node; of a lost one, what is wrong."""
-    roots = list_local_roots(settings)
+    spools = [job.read_root() for job in list_job_spools(settings.spool)]
+    roots = sorted({*list_registered_roots(settings.home), *filter(None, spools)})
 
     def fail(root: Path, why: str) -> JobReport:
         return JobReport(str(root), job_id_of(root), time.time(), Health("failed", why, None))
