@@ -20,7 +20,6 @@ from prefect import flow, get_run_logger, task
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Crashed, Failed
-from ray.exceptions import RayError, RayTaskError
 
 from flows.maintenance import request_replication
 from tasks.on_ray import list_living_nodes, run_on_node
@@ -33,11 +32,12 @@ from tasks.save import (
     upload,
 )
 from trinity_sync.errors import (
-    HiddenSpoolError,
     RootAwayError,
     SaveError,
-    SaveFailedError,
+    StackError,
     TrinitySyncError,
+    describe_error,
+    is_of_stack,
 )
 from trinity_sync.orchestration import metrics, on_node
 from trinity_sync.orchestration.on_node import Outcome, persist_node
@@ -45,7 +45,7 @@ from trinity_sync.orchestration.recovery.flow_runs import WAITING, try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.pipeline.order import Driver, drive
+from trinity_sync.pipeline.order import COMMIT, PERSIST, Driver, Part, drive
 from trinity_sync.pipeline.save import (
     Share,
     export_requested_models,
@@ -64,10 +64,7 @@ T = TypeVar("T")
 MOST_SINGLE_NODES = 8
 """Nodes up to which each component of each node has a task run of its own."""
 NODES_PER_GROUP = 64
-BY_SAVER = (
-    "Committed by the saver of the node: no flow run had begun it in time, or the stack does not "
-    "see the trainer's /dev/shm."
-)
+BY_SAVER = "Committed by the saver of the node: no flow run had begun it in time."
 _MOST_REASONS = 10
 """Errors that the state of a group's task run quotes; it names all nodes that failed."""
 
@@ -97,15 +94,14 @@ class NodeSave:
             return
         assert isinstance(outcome, BaseException)
         error = outcome
-        if isinstance(outcome, RayError) and not isinstance(outcome, RayTaskError):
-            why = f"or a process of it, died before they were written ({type(outcome).__name__})"
-            error = self.make_lost_error(request, why)
+        if isinstance(outcome, StackError):
+            error = self.make_lost_error(request, f"has not written them: {outcome}")
             error.__cause__ = outcome
         self.errors[share.what] = error
 
-    def make_lost_error(self, request: SaveRequest, why: str) -> SaveError:
+    def make_lost_error(self, request: SaveRequest, why: str) -> StackError:
         """Return the error of a node whose images cannot be reached."""
-        return SaveError(
+        return StackError(
             f"{request.run_name} of {request.root} is not committed: node {self.name}, which holds "
             f"{self.shards}, {why}. If its memory is intact, start Ray there, by that name, and "
             "retry the flow run. Later saves are unaffected."
@@ -118,7 +114,7 @@ async def persist_images(request: SaveRequest, nodes: Sequence[NodeSave]) -> Non
     The first node is that of rank 0.
 
     Raises:
-        SaveError: A node is not in the Ray cluster, or died before its images were persisted.
+        StackError: A node is not in the Ray cluster, or died before its images were persisted.
         Exception: The first error of the first node that failed, once all nodes have ended.
     """
     alive = list_living_nodes()
@@ -218,18 +214,27 @@ async def persist_group(group: NodeGroup) -> None:
 class FlowDriver(Driver):
     """Has Prefect tasks, and Ray processes of the nodes, do the parts of a save."""
 
-    done: on_node.Committed
+    done: on_node.Committed | None = None
 
     def __init__(self, request: SaveRequest) -> None:
         super().__init__(request)
         self._started_at = time.time()
         self._nodes: list[NodeSave] = []
         """The nodes that hold images of the save, starting with that of rank 0."""
-        self.hidden: HiddenSpoolError | None = None
+        self.left = ""
         """Why the saver has to commit the save."""
 
     def log_error(self, text: str) -> None:  # noqa: D102
         get_run_logger().error("%s", text)
+
+    async def do(self, part: Part) -> None:
+        """Do a part; the saver commits a save that the stack cannot."""
+        try:
+            await super().do(part)
+        except Exception as error:
+            if part not in (PERSIST, COMMIT) or not is_of_stack(error):
+                raise
+            await self._leave_to_saver(error)
 
     async def _find_nodes(self) -> None:
         job = await run_in_thread(read_job_settings, self.request.root)
@@ -242,28 +247,19 @@ class FlowDriver(Driver):
         # nodes of a large job are about equally far
         shown = [node.shards for node in self._nodes[:MOST_SINGLE_NODES]]
         self._showing = asyncio.create_task(show_progress(self.request, shown, writing))
-        try:
-            await writing
-        except HiddenSpoolError as error:
-            self.hidden = error
-            await self._leave_to_saver(error)
+        await writing
 
-    async def _leave_to_saver(self, why: HiddenSpoolError) -> None:
-        """Tell the trainer that the saver has to commit a save, and wait until it has.
+    async def _leave_to_saver(self, why: Exception) -> None:
+        """Tell the saver that it has to commit a save, and wait until it has.
 
         Raises:
-            SaveFailedError: The saver could not commit it.
-            HiddenSpoolError: It has not begun within ``rank_timeout_s`` of the job.
+            SaveError: It could not, or has written nothing within ``rank_timeout_s`` of the job.
         """
-        self.log_error(str(why))
-        await try_tell(self.request, "hidden", str(why), url="", start=flow_run.run_count)
+        self.left = self.left or describe_error(why)
+        self.log_error(self.left)
+        await try_tell(self.request, "left", self.left, url="", start=flow_run.run_count)
         wait = partial(await_commit, rank_timeout_s=self._limit_s / 2)
-        try:
-            await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
-        except SaveFailedError:
-            raise
-        except SaveError as error:
-            raise why from error
+        await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
 
     async def _commit(self) -> None:
         persisted = [result for node in self._nodes for result in node.persisted]
@@ -298,6 +294,8 @@ class FlowDriver(Driver):
         raise_first(outcomes)
 
     async def _tell_commit(self) -> None:
+        if self.done is None:
+            return
         metrics.METRICS.count_committed_save(self.request, self.done)
         self._report("committed", seconds=self._committed_at - self._started_at)
         if self.done.alarms:
@@ -364,4 +362,5 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
             raise
         driver.log_error(str(error))
         return Failed(name=outcome.capitalize(), message=str(error))
-    return Completed(message=str(driver.hidden or BY_SAVER)) if driver.done.by_saver else None
+    by_saver = driver.done is None or driver.done.by_saver
+    return Completed(message=driver.left or BY_SAVER) if by_saver else None

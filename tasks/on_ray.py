@@ -41,15 +41,22 @@ async def run_on_node(
 
     Raises:
         ConfigError: The node's settings do not allow flows to work on the root.
-        StackError: No node of that name is alive. Ray would wait for it forever.
-        RayError: The process or the node died.
+        StackError: No node of that name is alive, for which Ray would wait forever; or Ray has
+            failed, whose error is the cause.
         Exception: The error of the function, with its cause.
     """
     options: dict[str, Any] = {"name": task_run.task_name or function.__name__}
     if node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(_find(node), soft=False)
     remote_call = _get_remote_call().options(**options)
-    outcome: Outcome[T] = await remote_call.remote(root, function, *args, **kwargs)
+    try:
+        outcome: Outcome[T] = await remote_call.remote(root, function, *args, **kwargs)
+    except Exception as error:
+        why = str(error).strip().rpartition("\n")[2]  # after the traceback of its process
+        raise StackError(
+            f"Ray cannot run {options['name']} ({type(error).__name__}: {why}). If it happens "
+            "again: trinity-sync restart"
+        ) from error
     return outcome.unwrap()
 
 

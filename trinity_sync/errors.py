@@ -274,6 +274,16 @@ def describe_error(error: BaseException) -> str:
     return str(error) if isinstance(error, TrinitySyncError) else f"{type(error).__name__}: {error}"
 
 
+def is_of_stack(error: BaseException) -> bool:
+    """Return whether a save has failed for a fault of the stack, so that its saver may commit it.
+
+    An I/O error is of the root, and most of ours are of an image, or refusals. All else is of the
+    stack: Ray, Prefect, imports, another release or memory than the trainer's, what is unforeseen.
+    """
+    of_save = isinstance(error, (TrinitySyncError, OSError)) and not isinstance(error, ImportError)
+    return not of_save or isinstance(error, (StackError, HiddenSpoolError, FormatError))
+
+
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
     """Import packages of an extra within the block.

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -51,7 +52,7 @@ from trinity_sync.saves.pending_save import compare_late_images, end_images, rea
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import register_root
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools, make_own_folder
+from trinity_sync.snapshot.spool import JobSpool, has_worker, list_job_spools, make_own_folder
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save import is_being_written
@@ -175,9 +176,16 @@ class Saver:
         """Due saves within which a saver was killed."""
         self._alone, self._alone_until = "", time.monotonic() + ALONE_S
         """The last of them that was begun, by request key, and until when it is alone."""
+        self._terminates = self._had_worker = self._had_writer = self._lacks_writer = False
+        """Whether SIGTERM came; a worker was seen; a process that saves was; none is any longer."""
         self._idle_until = time.monotonic() + START_S
         self._ended, self._end = os.pipe()
         """Pipe to which a thread writes as it ends."""
+
+    def hurry(self, *_: object) -> None:
+        """Leave nothing to the stack any longer; a handler of SIGTERM, which a whole node gets."""
+        self._terminates = True
+        os.write(self._end, b"\n")
 
     def run(self) -> None:
         """Commit what waits, until no process saves; return at once if another saver does so."""
@@ -235,7 +243,10 @@ class Saver:
         for fd, events in ready.items():
             if events & select.POLLIN:
                 os.read(fd, 1 << 16)
-        if not ready.get(pipe, 0) & select.POLLHUP or self._ended in ready:
+        has_writer = not ready.get(pipe, 0) & select.POLLHUP
+        self._had_writer |= has_writer or bool(ready[pipe] & select.POLLIN)
+        self._lacks_writer = self._had_writer and not has_writer
+        if has_writer or self._ended in ready:
             return True
         time.sleep(0.1)  # the pipe would end each poll at once
         return False
@@ -267,7 +278,12 @@ class Saver:
 
     def _look_at(self, job: JobSpool) -> None:
         how = read_served(job.folder, self._name)
-        after_s = how if isinstance(how, float) else 0.0
+        after_s = within_s = how if isinstance(how, float) else 0.0
+        self._had_worker |= (lives := has_worker(self._spool))
+        if after_s < math.inf:  # otherwise it commits nothing
+            ends = self._terminates or (self._had_worker and not lives)
+            within_s = 0.0 if ends else after_s
+            after_s = 0.0 if ends or self._lacks_writer else after_s
         job.remove_closed()
         if self._is_away(job):
             return
@@ -280,8 +296,8 @@ class Saver:
         due = waiting
         if waiting and how != "alone":
             self._request(job, waiting)
-            late = find_pending_saves(job, grace_s=after_s)
-            due = [each for each in late if not _is_of_stack(job, each, after_s)]
+            late = {each.key for each in find_pending_saves(job, grace_s=after_s)}
+            due = [each for each in waiting if self._is_due(job, each, late, within_s)]
         with self._lock:
             known = {*self._saves, *(each.key for each in waiting)}
         due = [*due, *self._list_unfinished(job, known)]
@@ -294,7 +310,10 @@ class Saver:
             if self._alone in self._saves and time.monotonic() < self._alone_until:
                 return
         for request in new:
-            if request not in repeated:
+            over = self._read_journal(job, request).find(request.key)
+            if after_s == math.inf and over and over.is_left:
+                self._refuse(request, over.message, over)
+            elif request not in repeated:
                 self._begin(job, request)
 
     def _begin(self, job: JobSpool, request: SaveRequest) -> None:
@@ -322,14 +341,14 @@ class Saver:
             if (job.folder / SERVER).read_text() == self._requests.api.find_server().identity:
                 self._requests.want(job.folder, wanted)
 
-    def _refuse(self, request: SaveRequest, why: str) -> None:
-        """Fail a save whose flow run the server will never accept, unless it is committed."""
+    def _refuse(self, request: SaveRequest, why: str, over: Entry | None = None) -> None:
+        """Fail a save that the stack cannot or will never do, unless it is committed."""
         with suppress(OSError, TrinitySyncError):
             if request.is_committed:
                 return
-        append(request, "failed", why, patience_s=PATIENCE_S)
+        append(request, "failed", why, over=over, patience_s=PATIENCE_S)
         with self._lock:
-            self._failed[request.key] = 0
+            self._failed[request.key] = over.start if over else 0
         end_images(JobSpool(self._spool / request.job), request, why)
 
     def _is_away(self, job: JobSpool) -> bool:
@@ -364,6 +383,14 @@ class Saver:
                 warn_once(f"cannot resume the save of {path}: {error}")
         return found
 
+    def _is_due(
+        self, job: JobSpool, request: SaveRequest, late: Collection[str], within_s: float
+    ) -> bool:
+        """Return whether the stack has left a save to this saver, or does not begin or end it."""
+        told = self._read_journal(job, request).find(request.key)
+        is_left = told is not None and told.is_left
+        return is_left or (request.key in late and not _is_of_stack(job, request, within_s))
+
     def _read_journal(self, job: JobSpool, request: SaveRequest) -> Journal:
         """Return the journal of the run of a save, with what has begun it before this saver."""
         name = job.folder, request.save.run_label
@@ -384,7 +411,7 @@ class Saver:
                 f"{starts} savers were killed while they saved it, perhaps by a memory limit (see "
                 "dmesg): raise that, and save the step again"
             )
-        why = over.message if over and over.is_hidden else ""
+        why = over.message if over and over.is_left else ""
         append(request, "pending", why, over=over)
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
@@ -434,7 +461,7 @@ class Saver:
             known = journal.find(request.key)
             if known is None or known.has_ended or known.takes_over:
                 return
-            if known.is_hidden or quiet.pause():
+            if known.is_left or quiet.pause():
                 append(request, "failed", failure, over=known, patience_s=PATIENCE_S)
 
     def _make_driver(self, request: SaveRequest) -> SaverDriver:
@@ -476,7 +503,10 @@ def main() -> None:
     except ConfigError as error:  # the last line of the log is what trainers tell
         sys.exit(" ".join(str(error).split()))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts one for each core otherwise
-    Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings(), *sys.argv[2:]).run()
+    saver = Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings(), *sys.argv[2:])
+    signal.signal(signal.SIGTERM, saver.hurry)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    saver.run()
 
 
 if __name__ == "__main__":

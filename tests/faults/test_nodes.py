@@ -46,7 +46,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
 
             until(waits, "the task on the other node")
             kill(node)
-            lost = r"step 2 .*node doomed, which holds role actor rank 1, .*died before they were"
+            lost = r"step 2 .*node doomed, which holds role actor rank 1, has not written them"
             with pytest.raises(SaveFailedError, match=lost):
                 ranks[0].wait_all(120)
             run = api.ended(api.run_of(key_of(root, 2)).id)

@@ -76,8 +76,8 @@ class CommitWatcher:
         self._own_run = weakref.ref(run) if run and self._leads else None
         self._watch_at = 0.0
         self._away = ""
-        self._hidden = False
-        """Whether it was logged that the stack does not see this node's spool."""
+        self._left = ""
+        """Key of the last save that the stack has left to the saver, which was woken for it."""
         self._journal: Journal | None = None
         self._pending: dict[str, PendingSave] = {}
         self._failures: list[str] = []
@@ -369,8 +369,8 @@ class CommitWatcher:
         save.look_at = now + min(max(least, (now - save.since) / 25), LOOK_S[1])
         try:
             failure = save.find_result(entry, self._spool)
-            if failure is None and self._leads and entry and entry.is_hidden:
-                failure = self._leave_to_saver(save, entry.message)
+            if failure is None and self._leads and entry and entry.is_left:
+                self._leave_to_saver(entry)
         except Exception as error:  # ESTALE, EIO: without this thread `wait` would hang
             if isinstance(error, FormatError) and entry and entry.has_ended:
                 # no later look can read it either
@@ -390,14 +390,12 @@ class CommitWatcher:
         if failure is not None:
             self._end(save, failure)
 
-    def _leave_to_saver(self, save: PendingSave, why: str) -> str | None:
-        """Have the saver commit what the stack cannot; return a failure if it commits nothing."""
-        if not self._trigger.hurry(self._spool.folder.name, 0.0):
-            return f"{save.describe('committed')}: {why}"
-        if not self._hidden:
-            logger.warning("%s. The saver of this node commits its saves until then", why)
-        self._hidden = True
-        return None
+    def _leave_to_saver(self, entry: Entry) -> None:
+        """Wake the saver once, which ends what the stack cannot."""
+        if self._left != entry.key:
+            logger.warning("Step %d is left to the saver: %s", entry.step, entry.message)
+            self.hurry()
+        self._left = entry.key
 
     def _end(self, save: PendingSave, failure: str) -> None:
         request = save.request

@@ -103,7 +103,7 @@ class SaveTrigger:
         Raises:
             SaveError: no stack is known, and the saver cannot be started.
         """
-        self._hurry_s = 0.0 if self._hurry_s == 0 else math.inf
+        self._hurry_s = math.inf
         if not self._has_begun:  # later, `send` reads the stack's file
             self._find_stack()
             self._has_begun = True
@@ -111,17 +111,12 @@ class SaveTrigger:
             return
         self._prepare(job)
 
-    def hurry(self, job: str, after_s: float) -> bool:
-        """Have the saver commit earlier what no flow run has begun, until the next `begin`.
-
-        With 0 seconds the saver commits everything from now on: the stack cannot reach this node's
-        memory. Return False if the saver commits nothing.
-        """
-        if self._after_s is None or self._settings.saver == "stack":
-            return False
-        self._hurry_s = min(self._hurry_s, after_s)
-        self._prepare(job)
-        return True
+    def hurry(self, job: str, after_s: float) -> None:
+        """Have the saver commit earlier what no flow run has begun, until the next `begin`."""
+        if self._after_s is not None:
+            if self._settings.saver != "stack":
+                self._hurry_s = min(self._hurry_s, after_s)
+            self._prepare(job)
 
     def _prepare(self, job: str) -> None:
         """Have the saver serve a job, or leave it to the stack, and name the stack's server."""

@@ -64,7 +64,7 @@ from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.saves.journal import SaveState
 from trinity_sync.settings import RAY_FOLDER, Settings, StackSettings
-from trinity_sync.snapshot.spool import try_run_lock
+from trinity_sync.snapshot.spool import WORKER, try_run_lock
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class TrinitySyncWorker(
             flow = load_flow(await self._find_entrypoint(flow_run))
         except (ConfigError, ObjectNotFound) as error:
             end = Crashed(message=f"Cannot start the flow: {error}")
+            await self._tell(flow_run, "left", str(end.message))
             await self.client.set_flow_run_state(flow_run.id, end, force=True)
             return
         try:
@@ -164,7 +165,9 @@ class TrinitySyncWorker(
             if state and state.is_completed():
                 await self._tell(flow_run, "completed", state.message or "")
             elif state and state.is_final() and not state.is_crashed():  # that is retried
-                await self._tell(flow_run, "failed", describe_end(state.name, state.message))
+                # what this release cannot read, the saver can, which is of the trainer's
+                told: SaveState = "failed" if read_request(flow_run.parameters) else "left"
+                await self._tell(flow_run, told, describe_end(state.name, state.message))
         finally:
             self._running.pop(flow_run.id, None)
 
@@ -300,6 +303,8 @@ class TrinitySyncWorker(
 
     async def _lock(self, flow_run_id: UUID) -> bool:
         """Acquire the run's lock, and return False if a process of this node executes the run."""
+        if flow_run_id == WORKER and WORKER in self._locks:
+            return True
         for wait_s in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):  # a recovery of the run holds it that long
             lock = ExitStack()
             if lock.enter_context(try_run_lock(self._trinity.spool, flow_run_id)):
@@ -335,16 +340,18 @@ class TrinitySyncWorker(
         # `PrefectApi` reads no profile
         os.environ |= {name: each for name, each in found.items() if name.startswith(API_SETTINGS)}
         touch = partial(run_in_thread, touch_files, self._trinity.home)
+        lives = partial(self._lock, WORKER)
         recover = partial(self._recovery.recover_flow_runs, self._api, self.pool_name)
         serve = partial(self._recovery.serve_images, self._api)
         polled: dict[Callable[[], Any], float]
-        polled = {touch: TOUCH_S, self.set_clock: POLL_S, recover: POLL_S, serve: POLL_S}
+        polled = dict.fromkeys((lives, self.set_clock, recover, serve), POLL_S) | {touch: TOUCH_S}
         self.start_service(partial(self._serve, self._listen))
         for work, pause_s in polled.items():
             self.start_service(partial(self._serve, partial(self._poll, work, pause_s)))
 
     async def teardown(self, *exc_info: Any) -> None:
         """Close the connections."""
+        self._unlock(WORKER)
         await self._api.close()
         await super().teardown(*exc_info)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from trinity_sync.errors import RemoteError, RootAwayError
+from trinity_sync.errors import RemoteError, RootAwayError, is_of_stack
 from trinity_sync.fs.atomic import WRONG_KIND
 from trinity_sync.saves.save_request import SaveRequest
 
@@ -24,10 +24,11 @@ def is_io_error(error: BaseException) -> bool:
     """Return whether an error is an I/O error, or was caused by one.
 
     An I/O error may be transient. A missing, corrupted or superseded image stays so, and so does a
-    link in the place of a file.
+    link in the place of a file; what the stack cannot do, the saver does.
     """
     cause = error.__cause__ or error
-    return isinstance(cause, OSError) and cause.errno not in WRONG_KIND
+    is_io = isinstance(cause, OSError) and cause.errno not in WRONG_KIND
+    return is_io and not is_of_stack(error)
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ _PAUSE_S = 2.0
 _REMEMBERED = 4096
 """Number of saves that a reader keeps."""
 
-SaveState = Literal["pending", "hidden", "failed", "completed"]
-"""Hidden: the stack has begun the save, and does not see the memory of its trainer."""
-_STATES: tuple[SaveState, ...] = "pending", "hidden", "failed", "completed"
+SaveState = Literal["pending", "left", "failed", "completed"]
+"""Left: the stack cannot do the save, for a fault of its own, and leaves it to the saver."""
+_STATES: tuple[SaveState, ...] = "pending", "left", "failed", "completed"
 
 STATES_OF_RUNS: dict[str, SaveState] = {
     **dict.fromkeys(("RUNNING", "PENDING", "CANCELLING"), "pending"),
@@ -77,7 +77,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the saver or a trainer tells it, in the place of that start."""
     state: SaveState
     message: str
-    """Why it failed, or why the stack does not see its images."""
+    """Why it failed, or why the stack leaves it to the saver."""
     url: str
     """Page of the flow run in the Prefect UI."""
     at: float
@@ -89,9 +89,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.start, self.takes_over, _STATES.index(self.state), self.at
 
     @property
-    def is_hidden(self) -> bool:
-        """Whether the stack does not see its images."""
-        return self.state == "hidden"
+    def is_left(self) -> bool:
+        """Whether the stack leaves it to the saver."""
+        return self.state == "left"
 
     @property
     def has_failed(self) -> bool:

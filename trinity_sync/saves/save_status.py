@@ -10,7 +10,7 @@ from typing import Literal
 from trinity_sync.saves.journal import Entry
 
 SaveStatus = Literal[
-    "submitted", "begun", "hidden", "committed", "done",
+    "submitted", "begun", "left", "committed", "done",
     "removed", "not exported", "not replicated", "superseded", "failed",
 ]  # fmt: skip
 FAILURES: tuple[SaveStatus, ...] = "not exported", "not replicated", "superseded", "failed"
@@ -56,5 +56,5 @@ def decide(facts: Facts) -> tuple[SaveStatus, str]:
     if facts.marked is not None:
         return "superseded" if facts.is_superseded else "failed", facts.marked
     if told:
-        return "hidden" if told.is_hidden else "begun", told.message
+        return "left" if told.is_left else "begun", told.message
     return "submitted", ""

@@ -429,6 +429,16 @@ def require_own_folder(folder: Path) -> None:
         )
 
 
+WORKER = UUID(int=0)
+"""In the place of a flow run: a worker, which holds this lock as long as it lives."""
+
+
+def has_worker(spool: Path) -> bool:
+    """Return whether a worker lives on this node."""
+    with open_lock_file(spool / ".runs.lock") as lock:
+        return not lock.try_acquire_range(fcntl.F_RDLCK, WORKER.int, 1)
+
+
 @contextmanager
 def try_run_lock(spool: Path, run_id: UUID) -> Iterator[bool]:
     """Acquire the lock of a flow run on this node without waiting; yield whether it was free.

@@ -18,6 +18,7 @@ from tests.integration.prefect_api import Api
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import Settings
+from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.spool import open_job_spool
@@ -80,13 +81,14 @@ class World:
         write_placement(self.root, 1, "", "actor", group_by_node([where[0], where[2]]))
         write_placement(self.root, 1, "", "critic", group_by_node([where[1]]))
 
+    def request(self, step: int) -> SaveRequest:
+        names = {"roles": ROLES, "components": COMPONENTS}
+        return SaveRequest(root=str(self.root), step=step, run=1, **names)  # type: ignore[arg-type]
+
     @contextmanager
     def saving(self, step: int) -> "Iterator[subprocess.Popen[str]]":
         """A process that runs the flow; it prints the flow's logs and the id of the flow run."""
-        request = SaveRequest(
-            root=str(self.root), step=step, run=1, roles=ROLES, components=COMPONENTS
-        )
-        command = [sys.executable, "-c", RUN, request.model_dump_json()]
+        command = [sys.executable, "-c", RUN, self.request(step).model_dump_json()]
         env = build_environment(Settings(node=self.first), StackSettings(), self.stack)
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, env=env, text=True, **out) as process:
@@ -184,10 +186,13 @@ def test_a_node_that_dies_is_named_and_fails_the_save(world: World) -> None:
 
         until(waits, "the task on the second node")
         kill(world.second)
+        request = world.request(1)
+        left = until(lambda: (told := read_entry(request)) and told.is_left and told, "the end")
+        append(request, "failed", left.message, over=left)  # as a saver that commits nothing
         seen = world.ended(process)
     assert not seen.committed
     assert read_manifest(world.root, 1) is None
-    lost = "node second, which holds role critic rank 0, or a process of it, died before they were"
+    lost = "node second, which holds role critic rank 0, has not written them"
     state = seen.tasks["persist @ second"]
     assert "1 of 1 nodes failed: second\nsecond, model: save actor+critic step 1 of " in state
     assert lost in state

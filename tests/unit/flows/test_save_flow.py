@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,10 @@ from trinity_sync.errors import (
     MissingShardsError,
     RootAwayError,
     SaveFailedError,
+    StackError,
     SupersededError,
 )
-from trinity_sync.pipeline.order import Part
+from trinity_sync.pipeline.order import COMMIT, PERSIST, Part
 from trinity_sync.pipeline.save import find_follows
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
@@ -157,23 +159,34 @@ def sample(name: str, **labels: str) -> float | None:
     return flows.save.metrics.METRICS.registry.get_sample_value(name, found)
 
 
-def test_a_save_that_the_stack_does_not_see_fails_for_the_reason_that_its_saver_tells(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", [HiddenSpoolError("not seen"), StackError("Ray"), KeyError("x")])
+@pytest.mark.parametrize("part", [PERSIST, COMMIT])
+@pytest.mark.parametrize("ends", ["done", "the disk is full"])
+def test_a_save_that_the_stack_cannot_do_ends_as_its_saver_tells(
+    job: Job, monkeypatch: pytest.MonkeyPatch, why: Exception, part: Part, ends: str
 ) -> None:
+    job.stage(1, {"model": {"w": torch.ones(9)}})
     request = job.request(1)
     monkeypatch.setattr(flows.save, "flow_run", SimpleNamespace(run_count=1))
     monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
 
-    async def await_the_failure() -> None:
-        hidden = HiddenSpoolError("the stack does not see it")
+    async def fail() -> None:
+        raise why
+
+    async def await_the_end() -> None:
         driver = flows.save.FlowDriver(request)
         driver._limit_s = 600.0
-        waiting = asyncio.create_task(driver._leave_to_saver(hidden))
+        setattr(driver, f"_{part.name}", fail)
+        waiting = asyncio.create_task(driver.do(part))
         while not (known := read_entry(request)):
             await asyncio.sleep(0.01)
-        assert known.state == "hidden"
-        append(request, "failed", "the disk is full", over=known)
+        assert (known.state, str(why) in known.message) == ("left", True)
+        assert not any(image.failed for image in job.spool.tickets()[0])
+        if ends == "done":
+            job.commit(1)
+        else:
+            append(request, "failed", ends, over=known)
         await waiting
 
-    with pytest.raises(SaveFailedError, match="the disk is full"):
-        asyncio.run(asyncio.wait_for(await_the_failure(), 60))
+    with nullcontext() if ends == "done" else pytest.raises(SaveFailedError, match=ends):
+        asyncio.run(asyncio.wait_for(await_the_end(), 60))

@@ -1,19 +1,24 @@
 """What holds a worker up, and what it says of its trouble, without a Prefect server."""
 
 import asyncio
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import UUID, uuid4
 
 import anyio
 import pytest
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.states import Failed
 
 from tests.conftest import environment
 from tests.support.job import Job
 from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.saves.journal import read_entry
 from trinity_sync.settings import Settings
 
 
@@ -50,6 +55,41 @@ def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(
     asyncio.run(asyncio.wait_for(start_and_wait(), 60))
     (message,) = said()
     assert f"run: chmod 700 {settings.spool}" in message
+
+
+@pytest.mark.parametrize("why", ["cannot import", "has format 0"])
+def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
+    job: Job, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    states: list[State[Any]] = []
+    request = job.request(1).model_dump(mode="json")
+    broken = "tasks.of_another_release.save" if why == "cannot import" else "flows.save.save_step"
+
+    async def set_state(_: UUID, state: State[Any], *, force: bool) -> None:
+        states.append(state)
+
+    class Failing(TrinitySyncWorker):
+        type = "failing"
+
+        async def _find_entrypoint(self, _: FlowRun) -> str:
+            return broken
+
+        async def _run_until_cancelled(self, *_: object) -> State[Any]:
+            return Failed(message="the request has format 0")
+
+    async def execute() -> None:
+        worker = Failing(work_pool_name="any")
+        worker._client = SimpleNamespace(set_flow_run_state=set_state)  # type: ignore[assignment]
+        given = {"request": request if why == "cannot import" else {**request, "format": 0}}
+        run = FlowRun(flow_id=UUID(int=1), deployment_id=UUID(int=2), parameters=given)
+        await worker.execute_run(run)
+
+    asyncio.run(execute())
+    told = read_entry(job.request(1))
+    assert told
+    assert (told.is_left, why in told.message) == (True, True)
+    assert [state.is_crashed() for state in states] == [True] * (why == "cannot import")
 
 
 class Standing(TrinitySyncWorker):

@@ -8,21 +8,41 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
+from prefect.exceptions import PrefectHTTPStatusError
+from ray.exceptions import GetTimeoutError, NodeDiedError, WorkerCrashedError
 
 import flows.save
+import tasks.on_ray
 import tasks.save
 from tests.support.job import Job
 from tests.support.prefect_stand_in import without_catalog_and_pages
-from trinity_sync.errors import ExportError
+from trinity_sync.errors import (
+    ConfigError,
+    EvictedError,
+    ExportError,
+    FormatError,
+    HiddenSpoolError,
+    ImageError,
+    LockTimeoutError,
+    MissingPackageError,
+    MissingShardsError,
+    RootAwayError,
+    SaveError,
+    StackError,
+    SupersededError,
+    TicketError,
+    is_of_stack,
+)
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.on_node import call, replicate_step
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.pipeline import save as pipeline
-from trinity_sync.pipeline.order import ORDER, Driver, Part
+from trinity_sync.pipeline.order import ORDER, Driver, Part, is_io_error
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.job_identity import open_identity
@@ -33,6 +53,53 @@ from trinity_sync.storage.manifest import read_manifest
 DOCS = Path(__file__).parents[3] / "docs/contributing/design.md"
 STATE = {"w": torch.arange(9.0)}
 NAMES = [part.name for part in ORDER]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_left", "is_repeated"),
+    [
+        (OSError(28, "No space left on device"), False, True),  # of the root
+        (PermissionError(13, "Permission denied"), False, True),
+        (RootAwayError("not mounted"), False, False),
+        (LockTimeoutError("the lock of a commit is held"), False, False),
+        (ImageError("truncated"), False, False),  # of the image
+        (TicketError("torn"), False, False),
+        (MissingShardsError("no rank 1"), False, False),
+        (EvictedError("gone"), False, False),
+        (SupersededError("a later run"), False, False),  # refusals
+        (SaveError("non-finite values"), False, False),
+        (ConfigError("no flow may work on this root"), False, False),
+        (HiddenSpoolError("another /dev/shm"), True, False),
+        (FormatError("of another release"), True, False),
+        (StackError("node b is not in this Ray cluster"), True, False),
+        (MissingPackageError("xxhash is not installed"), True, False),
+        (ModuleNotFoundError("No module named tasks"), True, False),
+        (NodeDiedError("its node died"), True, False),
+        (WorkerCrashedError(), True, False),
+        (PrefectHTTPStatusError("409", request=None, response=None), True, False),  # type: ignore[arg-type]
+        (MemoryError(), True, False),
+        (KeyError("unforeseen"), True, False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_a_fault_of_the_stack_is_left_to_the_saver_at_once(
+    error: Exception, is_left: bool, is_repeated: bool
+) -> None:
+    assert (is_of_stack(error), is_io_error(error)) == (is_left, is_repeated)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "session/logs"), GetTimeoutError("Ray")])
+def test_an_os_error_of_ray_is_none_of_the_root(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    call_in_ray = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=fail))
+    monkeypatch.setattr(tasks.on_ray, "_get_remote_call", lambda: call_in_ray)
+    with pytest.raises(StackError, match=r"Ray cannot run .*trinity-sync restart") as failed:
+        asyncio.run(tasks.on_ray.run_on_node(None, None, call))
+    assert (is_of_stack(failed.value), is_io_error(failed.value)) == (True, False)
 
 
 class Killed(BaseException):

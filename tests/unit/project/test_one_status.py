@@ -26,7 +26,7 @@ def test_a_manifest_alone_tells_which_kinds_it_has() -> None:
 
 
 def test_the_words_of_the_journal_are_compared_in_the_package_of_saves_alone() -> None:
-    words = {"pending", "hidden", "completed"}
+    words = {"pending", "left", "completed"}
     asking = {
         module
         for module, node in find_compared("state")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -21,11 +22,12 @@ from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, savers_of, train
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client import commit_watcher
-from trinity_sync.client.saver_control import LOG, name_saver, read_served
+from trinity_sync.client.saver_control import LOG, SaverControl, name_saver, read_served
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saver import _is_of_stack
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.snapshot import slot_pool
+from trinity_sync.snapshot.spool import WORKER, try_run_lock
 from trinity_sync.storage.commit import acquire_commit_lock
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -129,6 +131,64 @@ def test_what_was_saved_is_committed_although_trainer_and_stack_are_gone(
     await_that(lambda: read_latest_pointer(root, "checkpoint") == 2, "step 2 is committed")
     assert is_by_saver(root, 2)
     await_that(lambda: not savers_of(known.spool), "it ends after its trainers")
+
+
+@pytest.fixture
+def trainer(job: Job, known: Settings) -> Iterator[SaverControl]:
+    """A trainer that has done nothing since it submitted step 1, which waits for its stack long."""
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    control = SaverControl(known.spool, known.home)
+    control.serve(job.spool.folder.name, 600.0)
+    control.connect()
+    yield control
+    control.close()
+
+
+def leave_to_saver(job: Job, step: int) -> None:
+    append(job.request(step), "left", "Ray is gone", start=1)
+    await_that(lambda: read_latest_pointer(job.root, "checkpoint") == step, "its commit")
+
+
+def test_what_the_stack_leaves_to_the_saver_is_committed_although_its_trainer_hangs(
+    job: Job, trainer: SaverControl
+) -> None:
+    assert read_latest_pointer(job.root, "checkpoint") is None
+    leave_to_saver(job, 1)
+    assert is_by_saver(job.root, 1)
+    entry = read_entry(job.request(1))
+    assert entry
+    assert (entry.message, entry.takes_over) == ("Ray is gone", True)
+
+
+def test_what_the_stack_leaves_to_a_saver_that_commits_nothing_has_failed(
+    job: Job, trainer: SaverControl
+) -> None:
+    trainer.serve(job.spool.folder.name, math.inf)
+    append(job.request(1), "left", "Ray is gone", start=1)
+    await_that(lambda: all(each.failed for each in job.spool.tickets()[0]), "its image is marked")
+    entry = read_entry(job.request(1))
+    assert entry
+    assert (entry.message, entry.has_failed) == ("Ray is gone", True)
+
+
+@pytest.mark.parametrize("ends", ["the node", "the last trainer", "the worker"])
+def test_a_save_waits_for_no_stack_at_the_end_of_what_it_would_wait_for(
+    job: Job, known: Settings, request: pytest.FixtureRequest, ends: str
+) -> None:
+    with ExitStack() as worker:
+        worker.enter_context(try_run_lock(known.spool, WORKER))
+        trainer: SaverControl = request.getfixturevalue("trainer")
+        leave_to_saver(job, 1)  # so the saver has seen trainer and worker
+        job.stage(2, {"model": {"w": torch.ones(9)}})
+        if ends == "the last trainer":
+            trainer.close()
+        elif ends == "the worker":
+            worker.close()
+        else:
+            (saver,) = savers_of(known.spool)
+            saver.terminate()
+        await_that(lambda: read_latest_pointer(job.root, "checkpoint") == 2, "its commit")
+    assert is_by_saver(job.root, 2)
 
 
 def test_a_run_that_is_taken_and_not_begun_is_overtaken(

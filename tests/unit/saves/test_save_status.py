@@ -56,7 +56,7 @@ def is_removed(job: Job) -> None:
 
 DISK_FULL = "the disk is full"
 FULL = saver("failed", DISK_FULL)
-TOLD_LATE = (worker("failed", "its process died"), worker("hidden", "it does not see it"))
+TOLD_LATE = (worker("failed", "its process died"), worker("left", "it does not see it"))
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ TOLD_LATE = (worker("failed", "its process died"), worker("hidden", "it does not
         ((), None, "pending", 1),
         ((worker("pending", "a text"),), None, "writing", 1),
         ((saver("pending"),), None, "writing", 1),
-        ((worker("hidden", "not seen"),), None, "pending", 1),
-        ((worker("hidden", "not seen"), saver("pending")), None, "writing", 1),
+        ((worker("left", "not seen"),), None, "pending", 1),
+        ((worker("left", "not seen"), saver("pending")), None, "writing", 1),
         ((worker("failed", DISK_FULL),), DISK_FULL, "failed", 1),
         ((worker("pending"), saver("pending"), FULL), DISK_FULL, "failed", 1),
-        ((worker("hidden", "not seen"), FULL), DISK_FULL, "failed", 1),
+        ((worker("left", "not seen"), FULL), DISK_FULL, "failed", 1),
         ((FULL, worker("pending")), None, "writing", 1),
         ((FULL, worker("pending"), saver("failed", "again")), "again", "failed", 1),
         ((worker("pending"), FULL, *TOLD_LATE), DISK_FULL, "failed", 1),

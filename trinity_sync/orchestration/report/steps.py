@@ -102,7 +102,7 @@ Save = tuple[int, int, Kind]
 """Run, step and kind."""
 _SHOWN: dict[SaveStatus, str] = {
     "submitted": "pending",
-    "hidden": "pending",
+    "left": "pending",
     "begun": "writing",
     "superseded": "superseded",
     "not exported": "failed",

@@ -1,0 +1,87 @@
+"""What a flow run begins and cannot do, for a fault of the stack, the saver of the node commits."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.slow_save import (
+    SIZE,
+    assert_committed,
+    begin_slow_save,
+    key,
+    kill_worker,
+    ray_processes,
+)
+from tests.integration.prefect_api import Api
+from tests.support.savers import end_savers
+from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.client import commit_watcher
+from trinity_sync.stack import embedded
+from trinity_sync.stack.services import StackState
+from trinity_sync.storage.discovery import require_committed
+
+
+@pytest.fixture
+def saves(
+    stack: StackState, stack_settings: Settings, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CheckpointCoordinator]:
+    """A job on the session's stack with a saver, which waits long for what the stack may do."""
+    monkeypatch.setattr(commit_watcher, "HURRY_S", 600.0)
+    patient = {"saver": "auto", "saver_after_s": 600.0}
+    settings = stack_settings.model_copy(update=patient)
+    with CheckpointCoordinator(root, settings=settings) as made:
+        made.save(1, {"model": {"w": torch.ones(10)}})
+        made.wait_all(120)
+        assert not is_by_saver(root, 1)
+        yield made
+    end_savers(settings.spool)
+
+
+def is_by_saver(root: Path, step: int) -> bool:
+    return require_committed(root, step).timings[0].by_saver
+
+
+def assert_left_to_the_saver(saves: CheckpointCoordinator, api: Api, step: int, why: str) -> None:
+    assert_committed(saves.root, step)
+    assert is_by_saver(saves.root, step)
+    run = api.ended(api.run_of(key(saves, step)).id)
+    assert (run.state.name, why in str(run.state.message)) == ("Completed", True)
+
+
+def test_a_process_of_ray_that_is_killed_in_mid_write(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
+) -> None:
+    begin_slow_save(saves, root, 2)
+    (writer,) = ray_processes(stack_settings, "ray::persist-model")
+    writer.kill()
+    assert_left_to_the_saver(saves, api, 2, "has not written them")
+
+
+def test_files_of_ray_that_a_cleaner_has_removed(
+    saves: CheckpointCoordinator, root: Path, stack: StackState, api: Api
+) -> None:
+    logs = [*Path(stack.ray_folder).glob("ray/session_2*/logs")]
+    for each in logs:
+        each.rename(each.with_name("removed"))
+    try:
+        saves.save(2, {"model": {"w": torch.full((SIZE,), 2.0)}})
+        assert_left_to_the_saver(saves, api, 2, "Ray cannot run persist-model")
+    finally:
+        for each in logs:
+            each.with_name("removed").rename(each)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_ends_in_mid_write(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, number: signal.Signals
+) -> None:
+    begin_slow_save(saves, root, 2)
+    try:
+        kill_worker(stack_settings, number)
+        assert_committed(root, 2)
+        assert is_by_saver(root, 2)
+    finally:
+        embedded.up(stack_settings)
