@@ -48,8 +48,8 @@ def up(
 ) -> None:
     """Start the stack: Prefect server, Ray and flow worker.
 
-    What has not started before is started alone. If the server or Ray died, all services are
-    stopped and started again, at the same addresses.
+    What has not started before is started alone, and missing deployments are made again. If the
+    server or Ray died, all services are stopped and started again, at the same addresses.
     """
     from trinity_sync.stack import embedded
 
@@ -179,8 +179,9 @@ def down(yes: Yes = False, output: Output = "table") -> None:
 
 @app.command(
     "status", "status -o json", panel="Run the stack",
-    note="Exit code 3 if a service that is used does not run, no worker is online, or the "
-        "environment overrides a service; or saves wait for a saver, and none lives.",
+    note="Exit code 3 if a service that is used does not run, no worker is online, a deployment is "
+        "missing, or the environment overrides a service; or saves wait for a saver, and none "
+        "lives.",
 )  # fmt: skip
 def status(output: Output = "table") -> None:
     """Show the services, their addresses, whether a worker is online, and what waits in memory."""
@@ -198,7 +199,8 @@ def status(output: Output = "table") -> None:
         if is_alone:  # the saver
             hint = "start the training again, or run: trinity-sync retry ROOT STEP"
         typer.echo(f"hint: {hint}", err=True)
-    works = not down and (report.workers_online or is_alone) and not report.overrides
+    works = not (down or report.overrides or report.undeployed)
+    works = works and (is_alone or bool(report.workers_online))
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
 
@@ -391,6 +393,9 @@ def _print_stack(report: "StackStatus") -> None:
             f"{report.waiting_runs} run(s) waiting",
             err=True,
         )
+    if report.undeployed:
+        missing = ", ".join(report.undeployed)
+        typer.echo(f"not deployed: {missing}; trinity-sync up deploys them", err=True)
 
 
 def _ui_url(api_url: str) -> str:

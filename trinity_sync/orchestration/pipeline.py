@@ -6,8 +6,11 @@ have packages of these names: it installs no top-level ``flows`` or ``tasks``. T
 have `PACKAGES` first on ``sys.path``.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from trinity_sync.client.prefect_api import PrefectApi
 
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGED = _PACKAGE / "packages"
@@ -25,3 +28,12 @@ def read_deployments() -> list[dict[str, Any]]:
     text = Path(PACKAGES, "flows", "prefect.yaml").read_text()
     entries: list[dict[str, Any]] = yaml.safe_load(text)["deployments"]
     return entries
+
+
+async def find_missing_deployments(api: PrefectApi, pool: str) -> list[str]:
+    """Return the names of deployments that a work pool lacks; none outside of the stack's
+    environment."""
+    deployed = await api.read_deployments(pool)
+    with suppress(ImportError):
+        return [each["name"] for each in read_deployments() if each["name"] not in deployed]
+    return []

@@ -13,8 +13,8 @@ import importlib
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from types import SimpleNamespace
@@ -277,15 +277,25 @@ def wrap_vacuum_session(
 def begin_transactions_as_writers() -> None:
     """Make the server's SQLite transactions take the write lock when they begin.
 
+    A session that is opened within a transaction begins none: it would wait for that lock until
+    SQLite's time-out.
+
     If it is gone, and ``test_prefects_own_transactions_refuse_the_slower_writer`` fails: remove it.
     """
     configuration = look_up("prefect.server.database.configurations.AioSqliteConfiguration")
     begin = look_up(
         "prefect.server.database.configurations.AioSqliteConfiguration.begin_transaction"
     )
+    mode = look_up("prefect.server.database.configurations.SQLITE_BEGIN_MODE")
 
-    def begin_as_writer(self: Any, session: Any, with_for_update: bool = False) -> Any:
-        return begin(self, session, with_for_update=True)
+    @asynccontextmanager
+    async def begin_as_writer(
+        self: Any, session: Any, with_for_update: bool = False
+    ) -> AsyncIterator[Any]:
+        async with begin(self, session, with_for_update=True) as transaction:
+            await session.connection()
+            mode.set(None)
+            yield transaction
 
     configuration.begin_transaction = begin_as_writer
 

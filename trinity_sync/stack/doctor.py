@@ -24,7 +24,7 @@ from trinity_sync.client.save_trigger import UNREQUESTED
 from trinity_sync.client.saver_control import LOG
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.orchestration.pipeline import read_deployments
+from trinity_sync.orchestration.pipeline import find_missing_deployments
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, sort_job_spools
@@ -162,8 +162,7 @@ async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
         )
         return
     paused = " and paused: resume it in the Prefect UI" if found["is_paused"] else ""
-    deployed = await api.read_deployments(pool)
-    missing = [each["name"] for each in read_deployments() if each["name"] not in deployed]
+    missing = await find_missing_deployments(api, pool)
     yield Check(
         "work pool",
         "fail" if paused or missing else "ok",

@@ -19,6 +19,7 @@ from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import hide_password
 from trinity_sync.client.saver_control import CONNECT_S, LOG, list_savers
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
+from trinity_sync.orchestration.pipeline import find_missing_deployments
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.stack import daemon, services
@@ -79,6 +80,8 @@ class StackStatus:
     """Number of online workers; null if no server answers."""
     waiting_runs: int | None
     """Due flow runs that no worker has acquired; null if no server answers."""
+    undeployed: tuple[str, ...]
+    """Deployments that the work pool lacks."""
     reason: str
     """Why the server does not answer."""
     changed: tuple[str, ...]
@@ -136,7 +139,7 @@ def up(
             if kept.daemons:
                 has_ray = now.ray or now.joined or "ray_address" in external
                 if has_ray and (not worker or (now.worker and now.worker.lives)):
-                    _await_server(now, timeout_s)
+                    _deploy(settings, stack, now, timeout_s)
                     return now
                 if now.worker:
                     daemon.stop(now.worker, STOP_S)
@@ -147,7 +150,6 @@ def up(
                 now = joining or (before if before.daemons else read_last_addresses(settings.home))
                 now = replace(now, server=None, ray=None, worker=None, ray_folder="", **made_with)
                 now = _start_server_and_ray(settings, stack, now, external)
-            _await_server(now, timeout_s)
             _deploy(settings, stack, now, timeout_s)
             require_refusals(stack, replace(now, ray_auth=None))
             works = replace(now, ray=None, ray_folder="", worker=None)
@@ -269,24 +271,24 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
         _check_service("worker", state.worker, ""),
     )
     online = waiting = None
+    undeployed: list[str] = []
     reason = ""
     if found[0].state in ("running", "external", "away"):
 
-        async def ask(api: PrefectApi) -> tuple[int, int]:
-            return len(await api.read_workers(pool)), await api.count_waiting_runs(pool)
+        async def ask(api: PrefectApi) -> tuple[int, int, list[str]]:
+            online, waiting = await api.read_workers(pool), await api.count_waiting_runs(pool)
+            return len(online), waiting, await find_missing_deployments(api, pool)
 
         try:
-            online, waiting = ask_server(settings, ask, api_url)
+            online, waiting, undeployed = ask_server(settings, ask, api_url)
         except PrefectApiError as error:
             reason = str(error)
-    overrides = tuple(_list_overrides(state, stack))
+    lists = tuple(undeployed), reason, changed, tuple(_list_overrides(state, stack))
     if is_alone := not uses_stack(settings, stack):
         found = tuple(replace(each, state="not used") for each in found)
     found = (*found, *check_savers(settings, is_alone=is_alone))
     saves = tuple(list_waiting_saves(settings.spool))
-    return StackStatus(
-        settings.home, pool, online, waiting, reason, changed, overrides, found, saves
-    )
+    return StackStatus(settings.home, pool, online, waiting, *lists, found, saves)
 
 
 def list_waiting_saves(spool: Path) -> Iterator[WaitingSaves]:
@@ -409,12 +411,13 @@ def _await_ray(state: StackState, timeout_s: float) -> StackState:
 
 
 def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout_s: float) -> None:
-    """Apply the deployments in a separate process; a stack that was joined has them.
+    """Apply the deployments once the server answers, unless the stack has them and works.
 
-    The caller may be a user's script with other packages ``flows`` and ``tasks``, and must not
-    import Ray before it has the token of the stack's cluster.
+    A separate process does it: the caller may be a user's script with other packages ``flows`` and
+    ``tasks``, and must not import Ray before it has the token of the stack's cluster.
     """
-    if state.joined:
+    _await_server(state, timeout_s)
+    if state.joined or (state.worker and state.worker.lives and not status(settings).undeployed):
         return
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
     env = services.build_environment(settings, stack, state)

@@ -169,6 +169,35 @@ def test_a_transaction_that_reads_and_then_writes_is_not_refused_because_another
     assert told(WRITERS, tmp_path, "in turn") == "rows 2"
 
 
+NESTED = """
+import asyncio
+from prefect.server.database import provide_database_interface
+from sqlalchemy import text
+from trinity_sync.orchestration.prefect_compat import begin_transactions_as_writers
+
+begin_transactions_as_writers()
+
+async def story():
+    db = provide_database_interface()
+    async with asyncio.timeout(30), db.session_context(begin_transaction=True) as session:
+        await session.execute(text("CREATE TABLE t (a)"))
+        async with db.session_context() as other:
+            print(await other.scalar(text("SELECT count(*) FROM sqlite_master WHERE name = 't'")))
+    async with db.session_context(begin_transaction=True) as session:
+        await session.execute(text("INSERT INTO t VALUES (1)"))
+    async with db.session_context() as other:
+        print(await other.scalar(text("SELECT count(*) FROM t")))
+    await (await db.engine()).dispose()
+
+asyncio.run(story())
+"""
+
+
+def test_a_session_within_a_transaction_does_not_wait_for_its_end(tmp_path: Path) -> None:
+    """It reads what was there before, as with Prefect's own transactions."""
+    assert told(NESTED, tmp_path, "").split() == ["0", "1"]
+
+
 @pytest.mark.upstream
 def test_prefects_own_transactions_refuse_the_slower_writer(tmp_path: Path) -> None:
     """If this fails, `begin_transactions_as_writers` is no longer needed."""
