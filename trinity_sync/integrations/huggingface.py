@@ -83,7 +83,7 @@ class TrinitySyncCallback(TrainerCallback):
         """Whether embeddings are saved with an adapter; None until a training has begun."""
         self._model_files: dict[str, bytes] | None = None
         """Config and tokenizer; None until the first save of a training."""
-        self._loaded: int | None = None
+        self.loaded: int | None = None
         """Step that `Trainer` has loaded for the training that begins next."""
         self._opened = ExitStack()
         """Removes the folder that was made last, and the link to it, and closes its files."""
@@ -174,11 +174,11 @@ class TrinitySyncCallback(TrainerCallback):
             folder = self._make_folder(saves, step)
             saves.run_on_rank_0(lambda: self._link(Path(trainer.args.output_dir), folder))
 
-    def require_saveable(self, trainer: Any) -> None:
-        """Require that the methods of a trainer's class save nothing that the callback cannot.
+    def prepare(self, trainer: Any, trial: Any) -> None:
+        """Prepare to save a trainer, to a root below the callback's for a trial of a search.
 
         Raises:
-            ConfigError: one does; the message names it.
+            ConfigError: a method of the trainer's class saves what the callback cannot.
         """
         if lost := list_lost_methods(trainer):
             raise ConfigError(
@@ -186,10 +186,8 @@ class TrinitySyncCallback(TrainerCallback):
                 "_save_optimizer_and_scheduler, whose small files are attached to the step, or "
                 "leave the callback out"
             )
-
-    def use_root_of(self, trial_dir: str | None) -> None:
-        """Use a root below the callback's for a trial of a search, named as its output folder."""
-        root = self._base / Path(trial_dir).name if trial_dir else self._base
+        name = "" if trial is None else Path(trainer._get_output_dir(trial)).name
+        root = self._base / name
         if root != self.root:
             self._close()
             self.root = root
@@ -264,7 +262,7 @@ class TrinitySyncCallback(TrainerCallback):
                 logger.warning("the training before in %s ended with: %s", self.root, error)
         self._embeddings = self._model_files = None
         self._decide_embeddings(parts["model"])
-        step, self._loaded = self._loaded, None
+        step, self.loaded = self.loaded, None
         if state.global_step == 0 and args.process_index == 0:
             self._warn_of_other_checkpoints(args.output_dir)
         if step is not None and step == state.global_step:
@@ -288,13 +286,6 @@ class TrinitySyncCallback(TrainerCallback):
                 "it: %s or get_last_checkpoint(%r), of transformers.trainer_utils",
                 *(self.root, found, _RESUME, output_dir),
             )
-
-    def note_loaded(self, folder: str) -> None:
-        """Remember the step whose folder `Trainer` loads; the run begins there with the training.
-
-        Folders that `latest` has not made are ignored.
-        """
-        self._loaded = self.find_own_step(str(Path(folder).resolve()))
 
     def on_log(
         self,
@@ -414,9 +405,7 @@ def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
 @wrapper
 def _wrap_train(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     if callback := _find_callback(trainer):  # which requires that there are not two
-        callback.require_saveable(trainer)
-        trial = kwargs.get("trial")
-        callback.use_root_of(None if trial is None else trainer._get_output_dir(trial))
+        callback.prepare(trainer, kwargs.get("trial"))
     return original(trainer, *args, **kwargs)
 
 
@@ -442,7 +431,7 @@ def _wrap_load(original: Call, *args: Any, **kwargs: Any) -> None:
         if not (ours and of_model and load_adapter(trainer.model, checkpoint)):
             original(*args, **kwargs)
     if callback and checkpoint:
-        callback.note_loaded(checkpoint)
+        callback.loaded = callback.find_own_step(str(Path(checkpoint).resolve()))
 
 
 @wrapper

@@ -122,8 +122,8 @@ class TrinitySyncCallback(ModelCheckpoint):
                 f"{type(self).__name__} saves the shards of each rank; leave out "
                 "save_distributed_checkpoint=False of ModelParallelStrategy"
             )
-        save = self._wrap_save(strategy.save_checkpoint, strategy)
-        load = self._wrap_load(strategy.load_checkpoint, trainer)
+        save = partial(self._save_below, strategy.save_checkpoint, strategy)
+        load = partial(self._load_below, strategy.load_checkpoint, trainer)
         strategy.save_checkpoint = _Replacement(strategy, "save_checkpoint", save)
         strategy.load_checkpoint = _Replacement(strategy, "load_checkpoint", load)
         fill = partial(self._fill, strategy.load_model_state_dict, strategy)
@@ -227,17 +227,14 @@ class TrinitySyncCallback(ModelCheckpoint):
         if self._saves is not None and not trainer.sanity_checking:
             self._saves.record_metrics(trainer.global_step, trainer.callback_metrics)
 
-    def _wrap_save(self, original: Callable[..., None], strategy: Any) -> Callable[..., None]:
-        def save_checkpoint(
-            checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-        ) -> None:
-            step = step_of_folder(Path(filepath).name)
-            if step is not None and Path(filepath).resolve().parent == self._root:
-                self._submit(step, checkpoint, self._get_saves(strategy))
-            else:
-                original(checkpoint, filepath, storage_options=storage_options)
-
-        return save_checkpoint
+    def _save_below(
+        self, original: Any, strategy: Any, checkpoint: Any, filepath: Any, *args: Any, **named: Any
+    ) -> None:
+        step = step_of_folder(Path(filepath).name)
+        if step is not None and Path(filepath).resolve().parent == self._root:
+            self._submit(step, checkpoint, self._get_saves(strategy))
+        else:
+            original(checkpoint, filepath, *args, **named)
 
     def _submit(self, step: int, checkpoint: dict[str, Any], saves: TrainerSaves) -> None:
         if _WEIGHTS not in checkpoint:
@@ -260,37 +257,36 @@ class TrinitySyncCallback(ModelCheckpoint):
 
         saves.save(step, collect, keep=self._keep)
 
-    def _wrap_load(self, original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
-        def load_checkpoint(path: Any, *arguments: Any, **named: Any) -> Any:
-            def read(source: Any) -> Any:
-                return original(source, *arguments, **named)
+    def _load_below(
+        self, original: Any, trainer: Any, path: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        def read(source: Any) -> Any:
+            return original(source, *arguments, **named)
 
-            selects, self._loads_last = self._loads_last, False
-            folder = Path(path).resolve()
-            if selects or folder == self._root:
-                root, step = self._root, None
-            else:
-                root, step = folder.parent, step_of_folder(folder.name)
-                is_other = step is None or root != self._root
-                if is_other and not trainer.strategy.broadcast((folder / MANIFEST).exists()):
-                    self._loaded_other = not trainer.fast_dev_run
-                    return read(path)
-            loaded = self._load_from_root(root, step, trainer, read)
-            if loaded is not None:
-                return loaded
-            if selects and (other := trainer.strategy.broadcast(_find_other(trainer))):
-                rank_zero_info(f"There is no committed step in {self._root}: loading {other}")
-                return read(other)
-            rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
-            if selects and (found := _find_checkpoint(Path(trainer.default_root_dir))):
-                rank_zero_warn(
-                    f"{self._root} has no step, so training begins at step 0, although {found} is "
-                    f'there. To go on from it, start once with ckpt_path="{found}"'
-                )
-            trainer.ckpt_path = None
-            return _NothingToLoad()
-
-        return load_checkpoint
+        selects, self._loads_last = self._loads_last, False
+        folder = Path(path).resolve()
+        if selects or folder == self._root:
+            root, step = self._root, None
+        else:
+            root, step = folder.parent, step_of_folder(folder.name)
+            is_other = step is None or root != self._root
+            if is_other and not trainer.strategy.broadcast((folder / MANIFEST).exists()):
+                self._loaded_other = not trainer.fast_dev_run
+                return read(path)
+        loaded = self._load_from_root(root, step, trainer, read)
+        if loaded is not None:
+            return loaded
+        if selects and (other := trainer.strategy.broadcast(_find_other(trainer))):
+            rank_zero_info(f"There is no committed step in {self._root}: loading {other}")
+            return read(other)
+        rank_zero_info(f"There is no committed step in {self._root}: a fresh start")
+        if selects and (found := _find_checkpoint(Path(trainer.default_root_dir))):
+            rank_zero_warn(
+                f"{self._root} has no step, so training begins at step 0, although {found} is "
+                f'there. To go on from it, start once with ckpt_path="{found}"'
+            )
+        trainer.ckpt_path = None
+        return _NothingToLoad()
 
     def _fill(self, original: Any, strategy: Any, checkpoint: Any, strict: bool = True) -> None:
         folder, self._loaded = self._loaded, None
