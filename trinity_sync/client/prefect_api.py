@@ -105,18 +105,6 @@ class PrefectApi(PrefectConnection):
     says what to do.
     """
 
-    def __init__(
-        self, settings: Settings, api_url: str | None = None, *, answer_s: float | None = None
-    ) -> None:
-        super().__init__(settings, api_url, answer_s=answer_s)
-        self._deployments: dict[str, str] = {}
-        """Identifiers of deployments, by name."""
-
-    async def close(self) -> None:
-        """Close the connections; the next call opens new ones."""
-        self._deployments.clear()
-        await super().close()
-
     async def read_version(self) -> str:
         """Return the version of the server."""
         return await self.call("/admin/version", str)
@@ -157,12 +145,10 @@ class PrefectApi(PrefectConnection):
         path = f"/flow_run_states/?flow_run_id={run}"
         return await self.call(path, lambda found: [_decode_state(each) for each in found])
 
-    async def read_job_runs(
-        self, job: str, *, step: int | None = None, limit: int = PAGE
-    ) -> list[FlowRun]:
-        """Read at most ``limit`` (up to `PAGE`) flow runs of a job or a step, the newest first."""
+    async def read_job_runs(self, job: str, *, step: int | None = None) -> list[FlowRun]:
+        """Read at most `PAGE` flow runs of a job or a step, the newest first."""
         of_step = [] if step is None else [f"step:{step}"]
-        newest_first = {"sort": "EXPECTED_START_TIME_DESC", "limit": limit}
+        newest_first = {"sort": "EXPECTED_START_TIME_DESC", "limit": PAGE}
         return await self._filter_runs({"tags": {"all_": [f"job:{job}", *of_step]}}, newest_first)
 
     async def read_saves(self, job: str, *, step: int | None = None) -> list[FlowRun]:

@@ -96,6 +96,8 @@ class PrefectConnection:
         self._answer_s = answer_s or ANSWER_S
         self._client: httpx.AsyncClient | None = None
         self._connected_to: Server | None = None
+        self._deployments: dict[str, str] = {}
+        """Identifiers of the server's deployments that are known, by name."""
         self._csrf_client = str(uuid.uuid4())
         self.clock_skew = 0.0
         """Seconds by which the server's clock is ahead of this node's, by its last answer."""
@@ -117,6 +119,7 @@ class PrefectConnection:
     async def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         client, self._client, self._connected_to = self._client, None, None
+        self._deployments.clear()
         if client is not None:
             await client.aclose()
 
