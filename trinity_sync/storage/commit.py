@@ -53,12 +53,12 @@ from trinity_sync.storage.manifest import (
     write_manifest,
     write_manifest_into,
 )
+from trinity_sync.storage.metrics import inherit_metrics
 from trinity_sync.storage.persist import digest_content, parse_image_name, unpack_image
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.quarantine import clear_displaced_step
 from trinity_sync.storage.replace import (
     exclude_writes,
-    inherit_metrics,
     is_redundant_sync,
     make_missing_file_error,
     refuse_loss,
@@ -138,7 +138,7 @@ def commit(
             _name_files(save, written, committed, identities)
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
-                inherit_metrics(save, replaced)
+                inherit_metrics(save, replaced.run)
             manifest = _add_to_step(save, earlier, add_timing(), lock)
         _update_pointers(save, manifest, lock)
         try:

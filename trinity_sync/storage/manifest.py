@@ -122,10 +122,6 @@ class ManifestPart:
     nbytes: Count
     """Total bytes of the files in the part."""
 
-    def has_rank(self, ranks: Collection[int] | None) -> bool:
-        """Return whether the part may have files of one of some ranks; None stands for all."""
-        return ranks is None or any(self.first_rank <= rank <= self.last_rank for rank in ranks)
-
 
 @dataclass(frozen=True)
 class _Part(Record):
@@ -175,7 +171,7 @@ def read_parts(
     """
     files: list[FileRecord] = []
     for part in parts:
-        if not part.has_rank(ranks):
+        if not (ranks is None or any(part.first_rank <= r <= part.last_rank for r in ranks)):
             continue
         if not _NAME.fullmatch(part.name):
             raise ValueError(f"its part {part.name} is not a part's name")

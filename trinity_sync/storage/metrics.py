@@ -20,6 +20,7 @@ from trinity_sync.fs.atomic import read_uncached, remove_file, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.runs import find_newest_run
 
@@ -150,20 +151,19 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     return _read(_file(root, step)).get(run, {})
 
 
-def copy_metrics(root: str | Path, step: int, run: int, to: int) -> None:
-    """Add the metrics that a run recorded for a step to those of the later run ``to``.
-
-    Raises:
-        LockTimeoutError: as `write_metrics`.
-    """
-    path = _file(root, step)
+def inherit_metrics(save: SaveId, run: int) -> None:
+    """Make the metrics that an earlier run recorded for a step those of the save's run as well."""
+    path = _file(save.root, save.step)
     if not path.exists():
         return
-    with acquire_file_lock(path.parent / "lock", limit_s=WRITE_S):
-        runs = _read(path)
-        if metrics := runs.get(run):
-            runs[to] = {**metrics, **runs.get(to, {})}
-            replace_file(path, encode_record(_Recorded(runs)))
+    try:
+        with acquire_file_lock(path.parent / "lock", limit_s=WRITE_S):
+            runs = _read(path)
+            if metrics := runs.get(run):
+                runs[save.run] = {**metrics, **runs.get(save.run, {})}
+                replace_file(path, encode_record(_Recorded(runs)))
+    except LockTimeoutError as error:
+        logger.warning("metrics of step %d are not copied to %s: %s", save.step, save, error)
 
 
 def remove_metrics(root: str | Path, step: int, run: int) -> None:

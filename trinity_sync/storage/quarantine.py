@@ -30,6 +30,7 @@ that are left.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,20 +221,14 @@ def rewind(
 
 def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> list[Pin]:
     """Return the pins and tags of the newer steps, if they may be quarantined."""
-    readers: dict[int, list[str]] = {}
-    for lease in list_leases(root):
-        if lease.step in newer:
-            readers.setdefault(lease.step, []).append(lease.holder)
-    if readers:
+    if readers := [(it.step, it.holder) for it in list_leases(root) if it.step in newer]:
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are being read "
             f"({_in_words(readers)}). Wait for the readers or the end of their leases, and retry."
         )
     pinned = [pin for pin in list_pins(root) if pin.step in newer]
     if pinned and not force:
-        kept: dict[int, list[str]] = {}
-        for pin in pinned:
-            kept.setdefault(pin.step, []).append(pin.why)
+        kept = [(pin.step, pin.why) for pin in pinned]
         raise StepInUseError(
             f"cannot rewind {root} to step {step}: newer steps are pinned or tagged "
             f"({_in_words(kept)}). Unpin them, or pass --force to quarantine them and "
@@ -242,5 +237,8 @@ def _refuse_in_use(root: Path, step: int, newer: list[int], *, force: bool) -> l
     return pinned
 
 
-def _in_words(holders: dict[int, list[str]]) -> str:
-    return "; ".join(f"step {step}: {', '.join(names)}" for step, names in holders.items())
+def _in_words(holders: list[tuple[int, str]]) -> str:
+    names = defaultdict(list)
+    for step, name in holders:
+        names[step].append(name)
+    return "; ".join(f"step {step}: {', '.join(each)}" for step, each in names.items())

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
-from trinity_sync.errors import LockTimeoutError, ManifestError, SaveError, SupersededError
+from trinity_sync.errors import ManifestError, SaveError, SupersededError
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     UNWRITABLE,
@@ -42,7 +42,6 @@ from trinity_sync.storage.discovery import (
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import Manifest, is_own_file, read_manifest, write_manifest_into
-from trinity_sync.storage.metrics import copy_metrics
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.pins import is_pinned
 from trinity_sync.storage.quarantine import (
@@ -69,14 +68,6 @@ def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bo
     return read_manifest_state(save.root, earlier, runs=()).state == "valid" and all(
         held.get(record.path) == record.digest for record in manifest.files
     )
-
-
-def inherit_metrics(save: SaveId, earlier: Manifest) -> None:
-    """Make the metrics of a checkpoint that stays those of a later run."""
-    try:
-        copy_metrics(save.root, save.step, earlier.run, save.run)
-    except LockTimeoutError as error:
-        logger.warning("metrics of step %d are not copied to %s: %s", save.step, save, error)
 
 
 def refuse_loss(save: SaveId, earlier: Manifest | None, kinds: Collection[Kind]) -> None:

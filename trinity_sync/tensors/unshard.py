@@ -322,7 +322,8 @@ def copy_full_tensors(
                 filled[start] = max(target.nbytes, filled.get(start, 0))
                 place = target.device, start, target.shape, target.stride()
                 first, _ = jobs.setdefault(place, (full, target))
-                if not (first is full or _have_equal_values((first, full), images)):
+                both = (view_full_tensor(each, images) for each in (first, full))
+                if not (first is full or have_equal_bits(*both)):
                     problems.append(
                         f"{name} is not equal to {first.names[0]}, to which it is tied in what it "
                         "is loaded into"
@@ -485,10 +486,6 @@ def _narrow(
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin - offset, size)
     return tensor
-
-
-def _have_equal_values(both: Sequence[FullTensor], images: Sequence[torch.Tensor]) -> bool:
-    return have_equal_bits(*(view_full_tensor(full, images) for full in both))
 
 
 def map_names(state: Mapping[str, Any]) -> dict[str, str]:
