@@ -27,13 +27,14 @@ from trinity_sync import (
     Settings,
 )
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.layout import Kind, name_job
+from trinity_sync.layout import Kind, name_job, step_folder
 from trinity_sync.orchestration.quantities import format_duration, make_artifact_key
 from trinity_sync.orchestration.recovery.flow_runs import recover_run
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
+from trinity_sync.storage.runs import open_run
 
 STATE = {"w": torch.arange(5000.0)}
 
@@ -270,6 +271,18 @@ def test_saves_of_one_name_run_one_after_the_other(saves: CheckpointCoordinator)
     gate.set()
     saves.wait_all(30)
     assert order == ["first", "second"]
+
+
+def test_a_save_that_a_later_run_has_superseded_leaves_no_files(
+    saves: CheckpointCoordinator, root: Path
+) -> None:
+    saves.save(17, {"model": STATE})
+    saves.wait_all(90)
+    open_run(root, "second", resumed_from=17)
+    saves.save(18, {"model": STATE})
+    with pytest.raises(SaveFailedError, match="run 2 resumed from step 17"):
+        saves.wait_all(90)
+    assert [path for path in step_folder(root, 18).rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize(
