@@ -307,20 +307,6 @@ def test_verify_marks_what_is_corrupted_and_ls_shows_it(
     assert "verified at" in run("show", root, 20).stdout
 
 
-def test_reconcile_says_what_it_repaired_and_then_that_no_problem_is_left(
-    root: Path, commit_step: CommitStep, tmp_path: Path
-) -> None:
-    commit_step(10)
-    (root / ".trinity_sync").mkdir(exist_ok=True)
-    (root / "latest_checkpointed_iteration.txt").unlink()
-    own = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_SPOOL": str(tmp_path / "s")}
-    nowhere = {**own, "PREFECT_API_URL": AWAY}
-    first = run("reconcile", root, **nowhere)
-    assert (first.returncode, "names step 10 now" in first.stdout) == (0, True)
-    assert "flow runs are not checked: no Prefect server" in first.stderr
-    assert run("reconcile", root, **nowhere).stderr.endswith("no problems found\n")
-
-
 def test_care_of_what_cannot_be_is_one_sentence_and_changes_nothing(
     root: Path, commit_step: CommitStep, tmp_path: Path
 ) -> None:
@@ -340,17 +326,3 @@ def test_care_of_what_cannot_be_is_one_sentence_and_changes_nothing(
         assert (done.returncode, is_one_sentence(done.stderr)) == (code, True), done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts", "full"]
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
-
-
-def test_verify_loads_the_newest_checkpoint_as_a_restart_would(root: Path, job: Job) -> None:
-    assert "nothing is committed" in run("verify", root, "--load").stderr
-    job.stage(4, {"model": {"w": torch.zeros(9)}})
-    job.commit(4)
-    done = json.loads(run("verify", job.root, "--load", "-o", "json").stdout)["loaded"]
-    assert (done["step"], done["files"]) == (4, 1)
-    assert "loaded step 4: 1 files" in run("verify", job.root, "--load").stdout
-    shard = next(job.root.glob("global_step_4/actor/*.pt"))
-    shard.write_bytes(b"\0" * shard.stat().st_size)
-    failed = run("verify", job.root, "--load")
-    assert failed.returncode == 1
-    assert is_one_sentence(failed.stderr)

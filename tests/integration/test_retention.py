@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.conftest import CommitStep
 from tests.integration.prefect_api import Api, key_of
-from tests.integration.test_cli import is_one_sentence, run
+from tests.integration.test_cli import run
 from tests.support.leases import acquire_lease
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError
@@ -87,23 +87,3 @@ def test_prune_keeps_all_checkpoints_unless_it_is_asked(
     commit_step(5)
     run("prune", root, "--yes")
     assert steps_on_disk(root) == [2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--keep", "least=3"], "'least=3' is unknown"),
-        (["--keep", "every=100"], "keeps none of its 2 steps"),
-        (["--keep", "best=1:reward:max"], "no step has the metric 'reward'"),
-    ],
-)
-def test_a_policy_that_cannot_be_is_one_sentence_and_removes_nothing(
-    root: Path, commit_step: CommitStep, arguments: list[str], words: str
-) -> None:
-    commit_step(1)
-    commit_step(2)
-    done = run("prune", root, *arguments)
-    assert done.returncode == 2
-    assert is_one_sentence(done.stderr)
-    assert words in done.stderr
-    assert steps_on_disk(root) == [1, 2]

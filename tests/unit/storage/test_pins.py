@@ -10,7 +10,6 @@ from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.storage.pins import (
     list_pins,
     list_steps_in_use,
-    list_tags,
     pin,
     resolve_step,
     tag,
@@ -23,14 +22,6 @@ from trinity_sync.storage.runs import open_run
 def committed(job: Job) -> Job:
     job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     return job
-
-
-def test_a_pin_holds_until_it_is_removed(committed: Job) -> None:
-    pin(committed.root, 4, "the paper's")
-    assert [pin.reason for pin in list_pins(committed.root)] == ["the paper's"]
-    assert unpin(committed.root, 4)
-    assert not unpin(committed.root, 4)
-    assert list_pins(committed.root) == []
 
 
 def test_a_tag_names_a_step_and_keeps_it_until_it_is_removed(committed: Job) -> None:
@@ -79,12 +70,6 @@ def test_what_cannot_be_a_tag_is_refused(committed: Job, name: str) -> None:
     with pytest.raises(ConfigError, match="tag"):
         tag(committed.root, 4, name)
     assert list_pins(committed.root) == []
-
-
-def test_only_committed_steps_are_tagged(committed: Job) -> None:
-    with pytest.raises(CommitError, match=r"step 5 .* is not committed"):
-        tag(committed.root, 5, "best")
-    assert list_tags(committed.root) == {}
 
 
 def test_a_torn_tag_is_an_error_until_it_is_set_again_or_removed(committed: Job) -> None:

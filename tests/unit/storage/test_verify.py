@@ -198,15 +198,6 @@ def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job
     assert pointers(job) == (2, 2)
 
 
-def test_a_mark_does_not_outlive_a_manifest_that_was_removed(job: Job) -> None:
-    save(job, 1, 2)
-    flip_a_byte(shard(job, 2), -2000)
-    verify(job, step=2)
-    (step_folder(job.root, 2) / MANIFEST).unlink()
-    save(job, 2, scale=3.0)
-    assert require_committed(job.root, 2).run == 1
-
-
 def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2), -2000)
@@ -261,11 +252,6 @@ def test_split_lists_have_every_file_once_and_similar_sizes(job: Job) -> None:
     sizes = [sum(file.record.nbytes for file in part) for part in parts]
     assert max(sizes) - min(sizes) <= max(file.record.nbytes for file in files)
     assert split_evenly([], 3) == []
-
-
-def test_a_step_that_is_not_committed_cannot_be_verified(job: Job) -> None:
-    with pytest.raises(CommitError, match="not committed, so there is nothing to compare"):
-        choose_files(job.root, step=9)
 
 
 @pytest.mark.parametrize("torn", [2, 3], ids=["an older step", "the newest step"])

@@ -34,10 +34,6 @@ def test_all_shards_of_the_newest_checkpoint_are_loaded(job: Job) -> None:
     assert list_leases(job.root) == []
 
 
-def test_a_job_without_a_checkpoint_has_nothing_to_load(job: Job) -> None:
-    assert load_newest(job.root) is None
-
-
 def test_a_checkpoint_that_does_not_load_fails_and_is_named(job: Job) -> None:
     save(job, 1)
     shard = step_folder(job.root, 1) / "actor/optim_world_size_2_rank_1.pt"

@@ -9,13 +9,9 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.versions import RolloutGate, Version
 
 
-@pytest.mark.parametrize(("made_by", "accepted"), [(10, True), (8, True), (7, False)])
+@pytest.mark.parametrize(("made_by", "accepted"), [(12, False), (10, True), (8, True), (7, False)])
 def test_a_rollout_may_lag_by_max_lag_steps(made_by: int, accepted: bool) -> None:
     assert RolloutGate(max_lag=2).accepts(made_by, trainer_step=10) is accepted
-
-
-def test_a_rollout_of_later_weights_than_the_trainers_is_refused() -> None:
-    assert not RolloutGate(max_lag=2).accepts(12, trainer_step=10)
 
 
 @pytest.mark.parametrize(
