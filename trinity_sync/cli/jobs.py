@@ -59,7 +59,7 @@ def list_jobs(output: Output = "table") -> None:
 
         with open_catalog(get_catalog_url(settings)) as engine:
             found = list_jobs(engine)
-    reports = [] if found else collect_reports(settings)
+    shown: list[Any] = found or collect_reports(settings)
     rows = [
         JobRow(
             root=job.root,
@@ -69,7 +69,7 @@ def list_jobs(output: Output = "table") -> None:
             bytes=sum(each.nbytes for each in job.steps),
             updated_at=job.mirrored_at if found else job.created_at,
         )
-        for job in found or reports
+        for job in shown
     ]
     columns = "root steps newest bytes updated_at"
     print_rows("jobs", rows, output, columns, empty="no job is known")

@@ -110,7 +110,8 @@ def retry(root: Root, step: Step, output: Output = "table") -> None:
         )
     where = f"trinity-sync wait {root} {number}"
     if save.flow_run and knows_server(settings):
-        ask_server(settings, lambda api: api.retry_flow_run(UUID(save.flow_run)))
+        run = UUID(save.flow_run)
+        ask_server(settings, lambda api: api.retry_flow_run(run))
         where = save.url or where
     else:
         if settings.saver == "stack":

@@ -343,8 +343,8 @@ class TrinitySyncWorker(
         lives = partial(self._lock, WORKER)
         recover = partial(self._recovery.recover_flow_runs, self._api, self.pool_name)
         serve = partial(self._recovery.serve_images, self._api)
-        polled: dict[Callable[[], Any], float]
-        polled = dict.fromkeys((lives, self.set_clock, recover, serve), POLL_S) | {touch: TOUCH_S}
+        polled: dict[Callable[[], Any], float] = {touch: TOUCH_S}
+        polled |= dict.fromkeys((lives, self.set_clock, recover, serve), POLL_S)
         self.start_service(partial(self._serve, self._listen))
         for work, pause_s in polled.items():
             self.start_service(partial(self._serve, partial(self._poll, work, pause_s)))
