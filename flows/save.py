@@ -228,13 +228,21 @@ class FlowDriver(Driver):
         get_run_logger().error("%s", text)
 
     async def do(self, part: Part) -> None:
-        """Do a part; the saver commits a save that the stack cannot."""
+        """Do a part; leave a save that the stack cannot do to the saver, and wait for its commit.
+
+        Raises:
+            SaveError: It could not, or has written nothing within ``rank_timeout_s`` of the job.
+        """
         try:
             await super().do(part)
         except Exception as error:
             if part not in (PERSIST, COMMIT) or not is_of_stack(error):
                 raise
-            await self._leave_to_saver(error)
+            self.left = self.left or describe_error(error)
+            self.log_error(self.left)
+            await try_tell(self.request, "left", self.left, url="", start=flow_run.run_count)
+            wait = partial(await_commit, rank_timeout_s=self._limit_s / 2)
+            await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
 
     async def _find_nodes(self) -> None:
         job = await run_in_thread(read_job_settings, self.request.root)
@@ -248,18 +256,6 @@ class FlowDriver(Driver):
         shown = [node.shards for node in self._nodes[:MOST_SINGLE_NODES]]
         self._showing = asyncio.create_task(show_progress(self.request, shown, writing))
         await writing
-
-    async def _leave_to_saver(self, why: Exception) -> None:
-        """Tell the saver that it has to commit a save, and wait until it has.
-
-        Raises:
-            SaveError: It could not, or has written nothing within ``rank_timeout_s`` of the job.
-        """
-        self.left = self.left or describe_error(why)
-        self.log_error(self.left)
-        await try_tell(self.request, "left", self.left, url="", start=flow_run.run_count)
-        wait = partial(await_commit, rank_timeout_s=self._limit_s / 2)
-        await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
 
     async def _commit(self) -> None:
         persisted = [result for node in self._nodes for result in node.persisted]
