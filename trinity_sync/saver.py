@@ -266,11 +266,9 @@ class Saver:
                 self._looks[job.folder] = look
                 look.join(ANSWER_S)
         with self._lock:
-            is_alone = not self._saves or time.monotonic() > self._alone_until
-            repeated = self._repeated[: int(is_alone)]
-            for _, request in repeated:
-                self._alone, self._alone_until = request.key, time.monotonic() + ALONE_S
+            repeated = self._repeated[: not self._saves or time.monotonic() > self._alone_until]
         for job, request in repeated:
+            self._alone, self._alone_until = request.key, time.monotonic() + ALONE_S
             self._begin(job, request)
         with self._lock:
             looks = any(look.is_alive() for look in self._looks.values())

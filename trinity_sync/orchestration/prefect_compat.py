@@ -289,9 +289,7 @@ def begin_transactions_as_writers() -> None:
     mode = look_up("prefect.server.database.configurations.SQLITE_BEGIN_MODE")
 
     @asynccontextmanager
-    async def begin_as_writer(
-        self: Any, session: Any, with_for_update: bool = False
-    ) -> AsyncIterator[Any]:
+    async def begin_as_writer(self: Any, session: Any, **_: bool) -> AsyncIterator[Any]:
         async with begin(self, session, with_for_update=True) as transaction:
             await session.connection()
             mode.set(None)
