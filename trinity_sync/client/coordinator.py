@@ -47,8 +47,8 @@ CLOSE_S = 10.0
 class CheckpointCoordinator(Collaborators):
     """Saves and loads the steps of a job; each rank has one coordinator.
 
-    A save costs the training loop one copy into shared memory. Rank 0 then requests a Prefect flow
-    run, which writes the files and commits them. The methods, in the order of their use:
+    A save costs the training loop one copy into shared memory. The saver of the
+    node, or a stack, then writes the files and commits them. The methods, in the order of use:
 
     1. The constructor in a job of one process, `of_process_group` on each rank of several.
     2. To resume: `latest_step` and `load`. Where other code loads the step (veRL): `check_resume`
@@ -81,8 +81,8 @@ class CheckpointCoordinator(Collaborators):
             `trinity_sync.storage.job_settings.JobSettings`, such as ``{"keep": "last=3"}``. Rank 0
             writes them; those that are not named stay as they are.
         settings: by default read from the environment.
-        trigger: requests the flow runs; by default from the Prefect server that ``PREFECT_API_URL``
-            or the local stack's state file names. If neither names one, rank 0 logs a warning.
+        trigger: has the saver commit; by default it requests flow runs of the Prefect server that
+            ``PREFECT_API_URL`` or the local stack's state file names, if one does.
         require_stack: query that server first, and raise if it cannot take saves.
         take_over: supersede an earlier run of the job that is still running; by default
             ``TRINITY_SYNC_TAKE_OVER``. Otherwise the first call that begins this run (`load`,
