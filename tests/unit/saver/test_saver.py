@@ -775,8 +775,7 @@ def test_a_saver_keeps_no_file_of_a_run_open(settings: Settings, tmp_path: Path,
 
 
 def call_command(settings: Settings, *words: object) -> Result:
-    variables = settings.to_variables() | {"PREFECT_API_URL": ""}
-    return CliRunner().invoke(app, [*map(str, words)], env=variables)
+    return CliRunner().invoke(app, [*map(str, words)], env=settings.to_variables())
 
 
 @pytest.mark.parametrize("saver_lives", [True, False])
