@@ -57,6 +57,19 @@ def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(
     assert f"run: chmod 700 {settings.spool}" in message
 
 
+class Failing(TrinitySyncWorker):
+    """A worker without its server, whose runs fail before they have begun."""
+
+    type = "failing"
+    entrypoint = ""
+
+    async def _find_entrypoint(self, _: FlowRun) -> str:
+        return self.entrypoint
+
+    async def _run_until_cancelled(self, *_: object) -> State[Any]:
+        return Failed(message="the request has format 0")
+
+
 @pytest.mark.parametrize("why", ["cannot import", "has format 0"])
 def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
     job: Job, monkeypatch: pytest.MonkeyPatch, why: str
@@ -69,17 +82,9 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
     async def set_state(_: UUID, state: State[Any], *, force: bool) -> None:
         states.append(state)
 
-    class Failing(TrinitySyncWorker):
-        type = "failing"
-
-        async def _find_entrypoint(self, _: FlowRun) -> str:
-            return broken
-
-        async def _run_until_cancelled(self, *_: object) -> State[Any]:
-            return Failed(message="the request has format 0")
-
     async def execute() -> None:
         worker = Failing(work_pool_name="any")
+        worker.entrypoint = broken
         worker._client = SimpleNamespace(set_flow_run_state=set_state)  # type: ignore[assignment]
         given = {"request": request if why == "cannot import" else {**request, "format": 0}}
         run = FlowRun(flow_id=UUID(int=1), deployment_id=UUID(int=2), parameters=given)
