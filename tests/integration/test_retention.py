@@ -45,6 +45,7 @@ def test_a_removal_that_fails_is_seen_and_the_save_is_committed(
 ) -> None:
     saves.save(1, {"model": STATE})
     saves.wait_all(90)
+    (root / ".trinity_sync/trash").rmdir()
     (root / ".trinity_sync/trash").write_text("in the way")
     saves.save(2, {"model": STATE}, keep=1)
     saves.wait_all(90)
