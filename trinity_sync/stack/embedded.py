@@ -64,6 +64,7 @@ class WaitingSaves:
 
     root: str
     steps: tuple[int, ...]
+    """Their steps."""
     since: float
     """Time of the first image."""
 

@@ -118,7 +118,7 @@ def test_up_on_a_joined_machine_changes_nothing_while_all_runs(
     with environment({}):
         assert embedded.up(machines[1], at(3)) == joined
         found = embedded.status(machines[1], at(3))
-    assert [part.state for part in found.services] == ["external", "running", "running"]
+    assert [part.state for part in found.services[:3]] == ["external", "running", "running"]
     assert found.workers_online == 2
 
 
@@ -180,5 +180,5 @@ def test_a_head_that_was_stopped_comes_back_where_the_joined_machine_looks_for_i
         daemon.stop(joined.ray, 10)  # it ends by itself within a minute, as its head is another
         embedded.up(second, at(3), num_cpus=1)
         found = embedded.status(second, at(3))
-    assert [part.state for part in found.services] == ["external", "running", "running"]
+    assert [part.state for part in found.services[:3]] == ["external", "running", "running"]
     assert found.workers_online
