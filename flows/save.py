@@ -34,6 +34,7 @@ from tasks.save import (
 from trinity_sync.errors import (
     RootAwayError,
     SaveError,
+    SaveFailedError,
     StackError,
     TrinitySyncError,
     describe_error,
@@ -231,7 +232,8 @@ class FlowDriver(Driver):
         """Do a part; leave a save that the stack cannot do to the saver, and wait for its commit.
 
         Raises:
-            SaveError: It could not, or has written nothing within ``rank_timeout_s`` of the job.
+            SaveFailedError: The saver could not.
+            Exception: The stack's error, if the saver writes nothing for ``rank_timeout_s``.
         """
         try:
             await super().do(part)
@@ -242,7 +244,12 @@ class FlowDriver(Driver):
             self.log_error(self.left)
             await try_tell(self.request, "left", self.left, url="", start=flow_run.run_count)
             wait = partial(await_commit, rank_timeout_s=self._limit_s / 2)
-            await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
+            try:
+                await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
+            except SaveFailedError:
+                raise
+            except SaveError as late:
+                raise error from late
 
     async def _find_nodes(self) -> None:
         job = await run_in_thread(read_job_settings, self.request.root)

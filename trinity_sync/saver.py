@@ -281,7 +281,8 @@ class Saver:
         if after_s < math.inf:  # otherwise it commits nothing
             ends = self._terminates or (self._had_worker and not lives)
             within_s = 0.0 if ends else after_s
-            after_s = 0.0 if ends or self._lacks_writer else after_s
+            # a worker that lives is as fast
+            after_s = 0.0 if ends or (self._lacks_writer and not lives) else after_s
         job.remove_closed()
         if self._is_away(job):
             return

@@ -108,7 +108,7 @@ def test_a_long_save_has_a_progress_artifact_on_the_page_of_its_flow_run(
         until(lambda: find_progress()[0][0] == 100.0, "its end")
         saves.save(7, {"model": STATE})
         saves.wait_all(90)
-        run_of_short = api.run_of(key_of(root, 7))
+        run_of_short = api.ended(api.run_of(key_of(root, 7)).id)
         assert [each.type for each in api.artifacts_of(run_of_short)] == ["markdown"]
 
 

@@ -32,6 +32,7 @@ from trinity_sync.orchestration.quantities import format_duration, make_artifact
 from trinity_sync.orchestration.recovery.flow_runs import recover_run
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.job_settings import set_job_settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.runs import open_run
@@ -299,6 +300,7 @@ def test_bad_parameters_are_rejected_with_a_sentence(
 ) -> None:
     places = group_by_node([("no-such-node", "/dev/shm/x")])
     write_placement(root, 1, "", "actor", places)
+    set_job_settings(root, {"rank_timeout_s": 1})  # after which no saver will commit it
     good = {"root": str(root), "step": 1, "run": 1}
     try:
         run = api.ended(api.start({"request": {**good, **change}}))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.integration.test_cli import run
 from tests.unit.cli.test_output import check_document
+from trinity_sync.client.init_root import open_root
 from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.state_files import write_address
 from trinity_sync.weights.versions import Version
@@ -46,5 +47,6 @@ def test_a_dead_synchronizer_is_reported(root: Path) -> None:
 
 
 def test_a_job_without_a_synchronizer_is_reported(root: Path) -> None:
+    open_root(root)
     assert "no Synchronizer" in run("readers", root).stderr
     assert run("readers", root, "-o", "json").stdout == '{\n  "schema": 1,\n  "readers": null\n}\n'
