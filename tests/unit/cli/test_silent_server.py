@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from trinity_sync.cli.commands import app
 from trinity_sync.client import prefect_connection
+from trinity_sync.client.init_root import open_root
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def test_a_command_ends_and_shows_no_password(
         "TRINITY_SYNC_SPOOL": str(tmp_path / "spool"),
         "PREFECT_API_URL": url,
     }
+    open_root(root)
     arguments = [str(root) if word == "ROOT" else word for word in command]
     done = CliRunner().invoke(app, arguments, env=env)
     assert done.exit_code in (0, 3, 4), done.output

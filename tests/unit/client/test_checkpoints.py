@@ -195,7 +195,7 @@ def test_metrics_create_no_root_that_is_away(job: Job, training: CheckpointCoord
     for step in (60, 70):
         with pytest.raises(RootAwayError, match=f"job of step {step} is not there. Mount it"):
             steps.record_metrics(step, {"reward": 1.0})
-    assert run(job, "60", "reward=1").exit_code == 1
+    assert run(job, "60", "reward=1").exit_code == 2
     job.root.rmdir()
     away.rename(job.root)
 

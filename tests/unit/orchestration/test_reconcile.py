@@ -282,7 +282,8 @@ def test_temporary_files_of_records_are_removed_and_other_files_kept(
     private = job.root / ".trinity_sync"
     for name in ("runs", "leases", "pins", "metrics", "placements", "exports", "stored"):
         (private / name).mkdir(exist_ok=True)
-    places = (job.root, private, *(path for path in private.iterdir() if path.is_dir()))
+    folders = (path for path in private.iterdir() if path.is_dir() and path.name != "trash")
+    places = (job.root, private, *folders)
     ours = [folder / f".1.json.{uuid4().hex}.tmp" for folder in places]
     others = [job.root / ".editor.tmp", private / "pins/.swap.1a2b.tmp", job.root / "a.tmp"]
     theirs = step_folder(job.root, 1) / "actor/.editor.tmp"
