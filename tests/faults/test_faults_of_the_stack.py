@@ -74,7 +74,9 @@ def test_files_of_ray_that_a_cleaner_has_removed(
             each.with_name("removed").rename(each)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_worker_that_ends_in_mid_write(
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, number: signal.Signals
 ) -> None:
