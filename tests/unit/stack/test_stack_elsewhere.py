@@ -49,7 +49,8 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
 def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_show(
     tmp_path: Path,
 ) -> None:
-    with server({"/flow_runs/count": (200, "3")}, login="me:secret") as url:
+    answers = {"/flow_runs/count": (200, "3"), "/deployments/filter": (200, "[]")}
+    with server(answers, login="me:secret") as url:
         named = url.replace("//", "//me:secret@")
         with environment({"PREFECT_API_URL": named}):
             found = embedded.status(Settings(home=tmp_path))
