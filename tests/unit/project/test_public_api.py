@@ -35,7 +35,6 @@ assert names <= set(starred)
 assert not set(sys.argv[1:]) & set(sys.modules)
 """
 EXTRAS = importlib.metadata.metadata("trinity-sync").get_all("Provides-Extra") or []
-FOR_DEVELOPERS = {"bench", "demo", "dev", "docs"}
 OF_FEW = {
     *("LaidOut", "SaveRequest"),  # of adapters: `save_dcp` and `SaveTrigger`
     *("FullTensor", "ImageRef"),  # parts of a version
@@ -65,7 +64,7 @@ def list_modules(extras: Iterable[str]) -> set[str]:
 
 @pytest.mark.parametrize(
     "extras",
-    [EXTRAS, *([each] for each in EXTRAS if each not in FOR_DEVELOPERS)],
+    [EXTRAS, ["stack"], ["verl"], ["hf"]],
     ids=lambda each: "all" if each == EXTRAS else each[0],
 )
 def test_every_public_name_is_found_and_explained_without_the_packages_of(
