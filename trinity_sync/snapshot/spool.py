@@ -435,8 +435,9 @@ WORKER = UUID(int=0)
 
 def has_worker(spool: Path) -> bool:
     """Return whether a worker lives on this node."""
-    with open_lock_file(spool / ".runs.lock") as lock:
+    with suppress(OSError), closing(LockFile(spool / ".runs.lock", os.O_RDONLY)) as lock:
         return not lock.try_acquire_range(fcntl.F_RDLCK, WORKER.int, 1)
+    return False
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saver import _is_of_stack
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.snapshot import slot_pool
-from trinity_sync.snapshot.spool import WORKER, try_run_lock
+from trinity_sync.snapshot.spool import WORKER, has_worker, try_run_lock
 from trinity_sync.storage.commit import acquire_commit_lock
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -190,6 +190,14 @@ def test_a_save_waits_for_no_stack_at_the_end_of_what_it_would_wait_for(
             saver.terminate()
         await_that(lambda: read_latest_pointer(job.root, "checkpoint") == 2, "its commit")
     assert is_by_saver(job.root, 2)
+
+
+def test_a_look_for_a_worker_needs_no_room_in_shared_memory(tmp_path: Path) -> None:
+    assert not has_worker(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+    with try_run_lock(tmp_path, WORKER):
+        assert has_worker(tmp_path)
+    assert not has_worker(tmp_path)
 
 
 def test_a_run_that_is_taken_and_not_begun_is_overtaken(
