@@ -25,6 +25,7 @@ from trinity_sync import (
     SaveFailedError,
     SaveTimeoutError,
     Settings,
+    set_job_settings,
 )
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.layout import Kind, name_job, step_folder
@@ -32,7 +33,6 @@ from trinity_sync.orchestration.quantities import format_duration, make_artifact
 from trinity_sync.orchestration.recovery.flow_runs import recover_run
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.job_settings import set_job_settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.runs import open_run
