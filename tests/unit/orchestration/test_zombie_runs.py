@@ -229,9 +229,18 @@ def failed_run(request: SaveRequest, kind: str, name: str = "") -> Iterator[Pref
         yield PrefectApi(Settings(), f"{url}/api")
 
 
-def recover(spool: Path) -> NodeRecovery:
+@pytest.fixture
+def recovery(spool_folder: Path) -> NodeRecovery:
     """What a worker recovers that executes no run."""
-    return NodeRecovery(Settings(spool=spool), f"{NODE}/2/2", lambda _: False, lambda _: None)
+    settings = Settings(spool=spool_folder)
+    return NodeRecovery(settings, f"{NODE}/2/2", lambda _: False, lambda _: None)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> SaveRequest:
+    """The save of a root."""
+    (tmp_path / ".trinity_sync").mkdir()
+    return SaveRequest(root=str(tmp_path), step=4, run=1)
 
 
 def tell(recovery: NodeRecovery, api: PrefectApi, request: SaveRequest) -> Entry | None:
@@ -248,19 +257,14 @@ def tell(recovery: NodeRecovery, api: PrefectApi, request: SaveRequest) -> Entry
 
 
 def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
-    spool_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spool_folder: Path, recovery: NodeRecovery, save: SaveRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = SaveRequest(root=str(tmp_path), step=4, run=1)
-    (tmp_path / ".trinity_sync").mkdir()
-    recovery = NodeRecovery(
-        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
-    )
-    with failed_run(request, "CRASHED") as api:
-        assert tell(recovery, api, request) is None  # a worker may retry it
+    with failed_run(save, "CRASHED") as api:
+        assert tell(recovery, api, save) is None  # a worker may retry it
         monkeypatch.setattr(node, "CRASH_GRACE_S", -1.0)
         with at_work(spool_folder):
-            assert tell(recovery, api, request) is None
-        entry = tell(recovery, api, request)
+            assert tell(recovery, api, save) is None
+        entry = tell(recovery, api, save)
     assert entry
     assert (entry.state, entry.message) == ("failed", "Crashed: killed")
     assert entry.url.endswith(f"/runs/flow-run/{RUN}")
@@ -268,49 +272,34 @@ def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
 
 @pytest.mark.parametrize(("is_taken_over", "state"), [(True, "pending"), (False, "failed")])
 def test_a_failed_run_tells_nothing_of_a_save_that_the_saver_has_taken_over(
-    spool_folder: Path, tmp_path: Path, is_taken_over: bool, state: SaveState
+    recovery: NodeRecovery, save: SaveRequest, is_taken_over: bool, state: SaveState
 ) -> None:
-    request = SaveRequest(root=str(tmp_path), step=4, run=1)
-    (tmp_path / ".trinity_sync").mkdir()
-    begun = append(request, "pending", start=1)
+    begun = append(save, "pending", start=1)
     if is_taken_over:
-        append(request, "pending", over=begun)
-    recovery = NodeRecovery(
-        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
-    )
-    with failed_run(request, "FAILED") as api:
-        entry = tell(recovery, api, request)
+        append(save, "pending", over=begun)
+    with failed_run(save, "FAILED") as api:
+        entry = tell(recovery, api, save)
     assert entry
     assert entry.state == state
 
 
 def test_a_run_that_waits_for_its_root_has_not_failed(
-    spool_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recovery: NodeRecovery, save: SaveRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = SaveRequest(root=str(tmp_path), step=4, run=1)
-    (tmp_path / ".trinity_sync").mkdir()
-    recovery = NodeRecovery(
-        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
-    )
     monkeypatch.setattr(node, "CRASH_GRACE_S", -1.0)
-    with failed_run(request, "CRASHED", name="Waiting for its root") as api:
-        assert tell(recovery, api, request) is None
+    with failed_run(save, "CRASHED", name="Waiting for its root") as api:
+        assert tell(recovery, api, save) is None
 
 
 @pytest.mark.parametrize("known", ["nothing", "pending", "failed", "completed"])
 def test_a_run_that_ended_without_a_worker_is_told_once(
-    spool_folder: Path, tmp_path: Path, known: SaveState | Literal["nothing"]
+    recovery: NodeRecovery, save: SaveRequest, tmp_path: Path, known: SaveState | Literal["nothing"]
 ) -> None:
-    request = SaveRequest(root=str(tmp_path), step=4, run=1)
-    (tmp_path / ".trinity_sync").mkdir()
     if known != "nothing":
-        append(request, known, "by its worker", start=1)
-    recovery = NodeRecovery(
-        Settings(spool=spool_folder), f"{NODE}/2/2", lambda _: False, lambda _: None
-    )
-    with failed_run(request, "CANCELLED") as api:
+        append(save, known, "by its worker", start=1)
+    with failed_run(save, "CANCELLED") as api:
         for _ in range(2):
-            entry = tell(recovery, api, request)
+            entry = tell(recovery, api, save)
     assert entry
     told = ("failed", "Cancelled: killed"), (known, "by its worker")
     assert (entry.state, entry.message) == told[known in ("failed", "completed")]
