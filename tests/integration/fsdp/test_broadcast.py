@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from grpo_copy.policy import Policy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -200,19 +199,3 @@ def test_a_rank_without_room_for_a_whole_tensor_leaves_no_other_rank_waiting(
         assert "Cannot allocate memory" in reader
         assert heard[short].startswith("RuntimeError")
         assert f"trainer rank {short} could not gather the weights: " in heard[1 - short]
-
-
-def test_an_engine_without_a_strategy_sends_all_27_of_27_tensors_under_fsdp2(
-    one_rank: None, tiny: Path, pool: ThreadPoolExecutor
-) -> None:
-    engine = Policy(tiny).engine
-    assert not hasattr(engine, "_strategy")
-    host = WeightGroupHost(address="127.0.0.1")
-    reader = pool.submit(received, host.port, 1)
-    group = host.join(world_size=2, timeout_s=TIMEOUT_S)
-    fsdp_sync_weight_nccl(engine, group, version=1)
-    ((_, tensors),) = reader.result()
-    group.close()
-    expected = {name: value.full_tensor() for name, value in engine.module.state_dict().items()}
-    assert len(tensors) == len(expected) == 27
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)

@@ -77,14 +77,6 @@ def test_the_initial_version_can_still_be_saved_as_a_checkpoint(
     assert components(root, 5) == ["extra_state", "metadata", "model", "optim"]
 
 
-def test_a_checkpoint_serves_as_the_sync_of_its_step(new_run: MakeManager, root: Path) -> None:
-    manager = new_run()
-    manager.save_checkpoint(path(root, 2), 2)
-    assert manager.save_state_dict(path(root, 2), 2) is None
-    manager.wait_on_save_thread()
-    assert read_latest_pointer(root, "state_dict") == read_latest_pointer(root, "checkpoint") == 2
-
-
 def test_a_checkpoint_after_the_sync_of_its_step_stages_no_second_model(
     new_run: MakeManager, root: Path
 ) -> None:
@@ -168,22 +160,6 @@ def test_what_verl_saved_elsewhere_is_loaded_by_verl(
     assert differences(before, trained.state()) == []
 
 
-def test_another_jobs_step_is_a_start_for_this_one(
-    new_run: MakeManager, root: Path, trained: Trained, tmp_path: Path
-) -> None:
-    first = new_run()
-    first.save_checkpoint(path(root, 1), 1)
-    before = trained.state()
-    first.wait_on_save_thread()
-    trained.step()
-    other = CheckpointCoordinator(
-        tmp_path / "other", settings=Settings(spool=tmp_path / "spool"), trigger=CommitsHere()
-    )
-    trained.manager(other).load_checkpoint(path(root, 1))
-    assert differences(before, trained.state()) == []
-    other.close()
-
-
 def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(
     new_run: MakeManager, root: Path, trained: Trained
 ) -> None:
@@ -194,29 +170,6 @@ def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(
     before = trained.state()
     with pytest.raises(ConfigError, match="load before the first save"):
         manager.load_checkpoint(path(root, 1))
-    assert differences(before, trained.state()) == []
-
-
-def test_after_a_step_that_cannot_be_loaded_another_one_can(
-    new_run: MakeManager, root: Path, trained: Trained, tmp_path: Path
-) -> None:
-    trigger = CommitsHere()
-    first = new_run(trigger)
-    first.save_checkpoint(path(root, 1), 1)
-    before = trained.state()
-    trained.step()
-    first.save_checkpoint(path(root, 2), 2)
-    first.wait_on_save_thread()
-    trigger.finish()
-    for note in (tmp_path / "spool").rglob("*.kept"):
-        note.unlink()
-    with (Path(path(root, 2)) / "optim_world_size_1_rank_0.pt").open("r+b") as shard:
-        shard.seek(-3000, 2)
-        shard.write(b"x")
-    second = new_run()
-    with pytest.raises(CommitError, match="is corrupted"):
-        second.load_checkpoint(path(root, 2))
-    second.load_checkpoint(path(root, 1))
     assert differences(before, trained.state()) == []
 
 
