@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from prefect.states import Cancelling
 
 from tests.conftest import left_of, processes_of
@@ -26,12 +25,10 @@ from tests.integration.prefect_api import Api
 from tests.support.forked import Program
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.integrations.dcp import StepReader
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import read_manifest
 
 
 def test_a_save_of_a_trainer_that_is_killed_right_after_submitting_commits(
@@ -49,46 +46,6 @@ def test_a_save_of_a_trainer_that_is_killed_right_after_submitting_commits(
     environment = {**os.environ, "TRINITY_SYNC_SPOOL": str(stack_settings.spool)}
     Program(script, root, env=environment).end(-signal.SIGKILL)
     assert_committed(root, 2)
-
-
-def test_ranks_killed_the_instant_after_dcp_has_staged(
-    stack: StackState, stack_settings: Settings, root: Path, tmp_path: Path
-) -> None:
-    script = textwrap.dedent(
-        """
-        import os, signal, sys, torch
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-        from trinity_sync import CheckpointCoordinator
-        from trinity_sync.integrations.dcp import DcpSaver
-        root, rendezvous, rank = sys.argv[1:]
-        dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=2)
-        numbers = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
-        writer = DcpSaver(CheckpointCoordinator.of_process_group(root)).writer(2)
-        dcp.async_save(
-            {"numbers": numbers, "text": "two"},
-            storage_writer=writer,
-            async_stager=writer,
-            no_dist=True,
-        )
-        dist.barrier()
-        os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    environment = {
-        **os.environ,
-        "TRINITY_SYNC_SPOOL": str(stack_settings.spool),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    arguments = root, tmp_path / "rendezvous"
-    for rank in [Program(script, *arguments, rank, env=environment) for rank in range(2)]:
-        rank.end(-signal.SIGKILL)
-    until(lambda: read_manifest(root, 2), "the commit of step 2")
-    loaded = {"numbers": torch.zeros(5), "text": ""}
-    dcp.load(loaded, storage_reader=StepReader(root, 2), no_dist=True)
-    assert loaded["numbers"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert loaded["text"] == "two"
 
 
 def test_a_ray_worker_killed_in_mid_write(

@@ -7,7 +7,6 @@ for a minute, and a server that is away for longer has the same effect.
 import copy
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,7 +23,6 @@ from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Sch
 
 from tests.conftest import left_of
 from tests.faults.slow_save import (
-    SIZE,
     assert_committed,
     begin_slow_save,
     key,
@@ -35,7 +33,7 @@ from tests.faults.slow_save import (
 from tests.integration.prefect_api import Api
 from tests.support.job import Job
 from tests.support.waiting import until
-from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.prefect_api import PAGE, PrefectApi, ask_server
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.recovery.flow_runs import (
@@ -133,19 +131,6 @@ class TestTheServerIsAwayWhenARunEnds:
         assert_nothing_is_under_way(api, run.id)
 
 
-def test_a_save_that_is_lost_for_good_is_crashed_and_named(
-    saves: CheckpointCoordinator, no_worker: None, stack_settings: Settings, api: Api
-) -> None:
-    saves.save(2, {"model": {"w": torch.ones(3)}})
-    run = until(lambda: api.runs_of(key(saves, 2)), "the flow run")[0]
-    for _ in range(ATTEMPTS):
-        api.set_states(run.id, Pending(message=DEAD), Running())
-    embedded.up(stack_settings)
-    with pytest.raises(SaveFailedError, match=r"save actor step 2 .* process .* died"):
-        saves.wait_all()
-    assert api.ended(run.id).state.name == "Crashed"
-
-
 def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_once_it_is_back(
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
 ) -> None:
@@ -207,20 +192,6 @@ def test_each_node_repairs_its_own_runs_and_cancels_the_cancelled(
     with api.client as client:
         assert client.read_flow_run(elsewhere).state.name == "Running"
     api.set_states(elsewhere, Cancelled())
-
-
-@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
-def test_a_run_cancelled_before_the_worker_takes_it_ends_as_cancelled(
-    saves: CheckpointCoordinator, api: Api, root: Path, after_s: float
-) -> None:
-    saves.save(2, {"model": {"w": torch.ones(SIZE)}})
-    run = until(lambda: api.runs_of(key(saves, 2)), "the flow run")[0]
-    time.sleep(after_s)
-    api.set_states(run.id, Cancelling(), force=False)
-    await_cancelled(api, run.id)
-    with pytest.raises(SaveFailedError, match="step 2"):
-        saves.wait_all()
-    until(lambda: all(image.failed for image in saves.spool.tickets()[0]), "its image to give way")
 
 
 def test_tasks_whose_reports_a_server_lost_end_like_their_run(

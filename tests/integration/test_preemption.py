@@ -87,13 +87,6 @@ def test_with_no_server_the_deadline_holds_and_the_images_stay(root: Path, tmp_p
     }
 
 
-def test_with_no_time_left_nothing_is_begun(root: Path, tmp_path: Path) -> None:
-    words = preempted(root, tmp_path / "spool", server="there", grace_s=0)
-    assert words["submitted"] == []
-    assert any("the 0 s were over" in sentence for sentence in words["undone"])
-    assert find_newest(root) is None
-
-
 @contextmanager
 def training_with_loader(
     root: Path, tmp_path: Path, *options: str

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import CommitStep
 from trinity_sync.weights import registry as event_loop
 from trinity_sync.weights import state_files
 from trinity_sync.weights.registry import AsyncVersionRegistry
@@ -44,17 +43,3 @@ def test_waits_return_only_what_a_restart_would_know(
         return await asyncio.gather(waits, comes_late)
 
     assert asyncio.run(story()) == [7, 7]
-
-
-def test_a_commit_wakes_a_wait(root: Path, commit_step: CommitStep) -> None:
-    async def story() -> Version | None:
-        registry = AsyncVersionRegistry(str(root), "actor")
-        follows = asyncio.create_task(registry.follow_commits())
-        waits = asyncio.create_task(registry.until(registry.versions.newest, 60))
-        await asyncio.sleep(0)
-        commit_step(4, kind="state_dict")
-        found = await waits
-        follows.cancel()
-        return found
-
-    assert asyncio.run(story()) == Version(4, 1, "checkpoint", str(root))

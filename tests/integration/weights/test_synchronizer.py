@@ -13,7 +13,7 @@ from tests.integration.conftest import CommitStep
 from tests.integration.weights.conftest import ASK_S, ask
 from tests.support.waiting import until
 from trinity_sync import ConfigError, Synchronizer, WeightSyncError
-from trinity_sync.weights.state_files import read_address, read_state
+from trinity_sync.weights.state_files import read_address
 from trinity_sync.weights.versions import ImageRef, Version
 
 
@@ -172,16 +172,6 @@ def test_a_synchronizer_killed_during_a_run_restarts_with_the_right_version(
     assert ask(synchronizer.trainer_requires_weight_sync.remote()) is False
 
 
-def test_a_restart_does_not_move_the_version_backwards(
-    synchronizer: Any, root: Path, commit_step: CommitStep
-) -> None:
-    ask(synchronizer.publish.remote(version(root, 11)))
-    kill(synchronizer, root)
-    commit_step(10, kind="state_dict")
-    until(lambda: ask(synchronizer.latest.remote("checkpoint")), "the commit", ASK_S)
-    assert ask(synchronizer.latest.remote()) == version(root, 11)
-
-
 def test_a_recreated_root_has_none_of_the_old_versions(
     synchronizer: Any, root: Path, namespace: str
 ) -> None:
@@ -192,33 +182,6 @@ def test_a_recreated_root_has_none_of_the_old_versions(
     until(lambda: read_address(root), "the address", ASK_S)
     assert ask(synchronizer.latest.remote()) is None
     assert ask(synchronizer.publish.remote(version(root, 1))) is True
-
-
-def test_an_empty_latest_pointer_delays_nothing(
-    synchronizer: Any, root: Path, commit_step: CommitStep
-) -> None:
-    commit_step(2, kind="state_dict")
-    (root / "latest_state_dict_iteration.txt").write_text("")
-    kill(synchronizer, root)
-    assert ask(synchronizer.get_latest_model_version.remote()) == 2
-    assert ask(synchronizer.get_latest_model_path.remote()) == str(root / "global_step_2/actor")
-
-
-def test_a_rendezvous_needs_every_explorer(synchronizer: Any) -> None:
-    for name in ("a", "b"):
-        ask(synchronizer.set_explorer_status.remote("running", explorer=name))
-    ask(synchronizer.set_trainer_status.remote("running"))
-    trainer = synchronizer.ready_to_nccl_sync.remote("trainer", 6)
-    first = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "a")
-    require(synchronizer, "a", "require_sync")
-    until(lambda: ask(synchronizer.trainer_requires_weight_sync.remote()), "the trainer", ASK_S)
-    assert ask(synchronizer.get_latest_model_version.remote()) == 0
-    second = synchronizer.ready_to_nccl_sync.remote("explorer", 0, "b")
-    assert ask([trainer, first, second]) == [6, 6, 6]
-    assert ask(synchronizer.get_latest_model_version.remote()) == 0, "nothing was sent yet"
-    ask(synchronizer.set_model_state_dict.remote(None, 6))
-    assert ask(synchronizer.get_latest_model_version.remote()) == 6
-    assert ask(synchronizer.explorers.remote()) == {"a": "running", "b": "running"}
 
 
 def test_a_failed_nccl_rendezvous_does_not_advance_the_version(synchronizer: Any) -> None:
@@ -319,12 +282,3 @@ def test_late_weights_do_not_replace_newer_weights(synchronizer: Any) -> None:
     ask(synchronizer.set_model_state_dict.remote("s3://new", 4))
     ask(synchronizer.set_model_state_dict.remote("s3://old", 3))
     assert ask(synchronizer.get_model_state_dict.remote()) == ("s3://new", 4)
-
-
-def test_its_state_can_be_read_without_ray(synchronizer: Any, root: Path) -> None:
-    ask(synchronizer.publish.remote(version(root, 5)))
-    ask(synchronizer.set_serving.remote("rollout-0", 5))
-    state = read_state(root)
-    assert state
-    assert [version.step for version, _ in state.registry.versions] == [5]
-    assert list(state.registry.serving) == ["rollout-0"]

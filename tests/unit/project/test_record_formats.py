@@ -4,7 +4,6 @@ A record is made as the product makes it; then its format is one less or one mor
 right again.
 """
 
-import ast
 import json
 import logging
 import re
@@ -469,21 +468,3 @@ def test_a_request_of_another_release_names_the_side_to_upgrade(job: Job, change
         SaveRequest.model_validate(other)
     allow_eviction(job.spool.folder.parent, {"request": other}, "its flow run has failed")
     assert not failure_path(slot_of(job, 5)).exists()
-
-
-def test_one_module_tells_whose_saves_a_manifest_has() -> None:
-    records_of_their_own = {
-        "trinity_sync/cli/report_html.py",  # rows of the report
-        "trinity_sync/orchestration/report/facts.py",
-        "trinity_sync/retention/removal.py",  # steps of a remote or a root
-        "trinity_sync/storage/job_settings.py",  # what a remote has
-    }
-    asks = {"trinity_sync/storage/manifest.py"}
-    for path in [
-        each for top in ("trinity_sync", "flows", "tasks") for each in Path(top).rglob("*.py")
-    ]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            compared = [*node.comparators] if isinstance(node, ast.Compare) else []
-            if any(isinstance(each, ast.Attribute) and each.attr == "kinds" for each in compared):
-                asks.add(str(path))
-    assert asks == {"trinity_sync/storage/manifest.py"} | records_of_their_own

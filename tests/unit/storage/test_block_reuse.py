@@ -96,12 +96,6 @@ def test_a_file_that_is_opened_while_its_step_is_removed_is_not_reused(
         os.close(fd)
 
 
-def test_a_file_with_another_name_is_not_reused(tmp_path: Path, step: Path) -> None:
-    os.link(step / "shard.pt", tmp_path / "kept by a backup")
-    remove_folder(tmp_path, step, keep=PLENTY)
-    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
-
-
 def test_killed_at_any_instant_no_linked_file_is_written_over(tmp_path: Path) -> None:
     committed, notes = tmp_path / "committed", tmp_path / "notes"
     notes.mkdir()
