@@ -13,16 +13,13 @@ import pytest
 import torch
 
 from tests.conftest import left_of, processes_of
-from tests.integration.conftest import CommitStep
 from tests.support.forked import run_command
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import Settings
-from trinity_sync.layout import MANIFEST
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
 
@@ -56,19 +53,13 @@ def test_help_shows_examples_and_imports_nothing_heavy() -> None:
     assert not imported & {"torch", "ray", "prefect", "sqlalchemy", "numpy"}
 
 
-AWAY = "http://127.0.0.1:9/api"
 NO_STACK = {"PREFECT_API_URL": "", "TRINITY_SYNC_STACK__RAY__ADDRESS": ""}
 
 
 @pytest.mark.parametrize(
     ("code", "words", "variables", "told"),
     [
-        (2, "show {} forty", {}, "'forty' is neither"),
-        (1, "show {} 3", {}, "not committed"),
-        (1, "pin {} 7", {}, "not committed"),
-        (2, "ls {}/nowhere", {}, "nowhere"),
         (2, "down", {"TRINITY_SYNC_SLOTS": "9"}, "TRINITY_SYNC_SLOTS=9"),
-        (4, "deploy", {"PREFECT_API_URL": AWAY}, AWAY),
         (1, "worker", NO_STACK, "trinity-sync up"),
         (1, "up", {"TRINITY_SYNC_HOME": "{}/file/home"}, "TRINITY_SYNC_HOME"),
     ],
@@ -84,84 +75,6 @@ def test_what_cannot_work_is_one_sentence(
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert is_one_sentence(done.stderr)
     assert told in done.stderr
-
-
-def test_ls_tells_committed_corrupted_and_uncommitted_steps_apart(
-    root: Path, commit_step: CommitStep
-) -> None:
-    commit_step(10)
-    (commit_step(20) / "actor/optim_world_size_1_rank_0.pt").unlink()
-    (commit_step(30, run=2) / MANIFEST).write_text("{")
-    commit_step(40, run=2)
-    (root / "global_step_50").mkdir()
-
-    rows = {row["step"]: row for row in rows_of(run("ls", root, "-o", "json"))}
-
-    states = {step: row["status"] for step, row in rows.items()}
-    assert states == {
-        10: "valid",
-        20: "corrupted",
-        30: "corrupted",
-        40: "valid",
-        50: "not committed",
-    }
-    assert rows[40]["latest_of"] == ["checkpoint"]
-    assert rows[10]["latest_of"] == []
-    assert (rows[40]["run"], rows[40]["bytes"]) == (2, 2000)
-
-    table = run("ls", root).stdout
-    assert all(word in table for word in ("corrupted", "not committed", "2000", "2023-11"))
-    assert [line.split("\t")[0] for line in table.splitlines()] == ["50", "40", "30", "20", "10"]
-    some = run("ls", root, "--limit", "2")
-    assert "3 older steps not shown; use --all" in some.stderr
-    assert "not committed" in some.stdout
-    assert "corrupted" not in some.stdout
-
-
-def test_show_lists_files_with_digests_and_callable_saves(
-    root: Path, commit_step: CommitStep
-) -> None:
-    folder = commit_step(7)
-    (folder / "actor/optim_world_size_1_rank_0.pt").write_bytes(b"short")
-    done = run("show", root, 7)
-    assert done.returncode == 0
-    for word in ("xxh3-128:", "\t1000\t", "valid", "truncated", "lora", "adapter.safetensors"):
-        assert word in done.stdout
-    found = json.loads(run("show", root, 7, "-o", "json").stdout)["step"]
-    assert found["status"] == "corrupted"
-    assert [each["name"] for each in found["save_functions"]] == ["lora"]
-
-
-def test_a_copy_goes_into_a_store_is_listed_and_comes_back(
-    root: Path, tmp_path: Path, job: Job
-) -> None:
-    job.stage(4, {"model": {"w": torch.zeros(9)}})
-    job.commit(4)
-    url = f"file://{tmp_path}/store"
-    done = json.loads(run("remote", "push", root, "latest", url, "-o", "json").stdout)["push"]
-    assert (done["step"], done["uploaded"]) == (4, 1)
-    (row,) = rows_of(run("ls", url, "-o", "json"))
-    assert (row["step"], row["status"]) == (4, "valid")
-    back = tmp_path / "back"
-    assert "committed step 4" in run("remote", "pull", back, "latest", url).stdout
-    assert rows_of(run("ls", back, "-o", "json"))[0]["latest_of"]
-    for wrong, code in (
-        (["remote", "push", root, "latest"], 2),
-        (["remote", "push", root, "5", url], 1),
-        (["remote", "push", root, "latest", "nowhere"], 2),
-        (["remote", "pull", back, "5", url], 1),
-        (["remote", "pull", back, "five", url], 2),
-        (["ls", "nonsense://x/y"], 2),
-    ):
-        refused = run(*wrong)
-        assert (wrong, refused.returncode) == (wrong, code)
-        assert is_one_sentence(refused.stderr)
-
-
-def test_down_without_a_stack_is_no_error(tmp_path: Path) -> None:
-    done = run("down", TRINITY_SYNC_HOME=str(tmp_path))
-    assert done.returncode == 0
-    assert "nothing to stop" in done.stdout
 
 
 def test_down_ends_well_where_the_spool_cannot_be_trusted(root: Path, spool_folder: Path) -> None:
@@ -289,40 +202,3 @@ def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path
     worker.send_signal(signal.SIGINT)
     worker.wait(30)
     assert not left_of(family)
-
-
-def test_verify_marks_what_is_corrupted_and_ls_shows_it(
-    root: Path, commit_step: CommitStep
-) -> None:
-    commit_step(10)
-    commit_step(20)
-    done = run("verify", root)
-    assert done.returncode == 3  # the fixture's digests are made up
-    assert "\tcorrupted\tactor/model_world_size_1_rank_0.pt has digest" in done.stdout
-    assert run("verify", root, 20, "-o", "json").returncode == 3
-    assert is_one_sentence(run("verify", root, 20, "--load").stderr)
-    states = {row["step"]: row["status"] for row in rows_of(run("ls", root, "-o", "json"))}
-    assert states == {10: "valid", 20: "corrupted"}
-    assert read_latest_pointer(root, "checkpoint") == 10
-    assert "verified at" in run("show", root, 20).stdout
-
-
-def test_care_of_what_cannot_be_is_one_sentence_and_changes_nothing(
-    root: Path, commit_step: CommitStep, tmp_path: Path
-) -> None:
-    commit_step(10)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/mine").write_text("mine")
-    for code, *arguments in [
-        (1, "verify", root, 11),
-        (2, "verify", root, "--sample", "much"),
-        (2, "verify", tmp_path / "nowhere"),
-        (1, "export", "hf", root, 11),
-        (1, "export", "hf", root, 10, tmp_path / "full"),
-        (1, "export", "hf", root, 10, tmp_path / "x", "--role", "critic"),
-        (2, "export", "hf", root, 10, "--dtype", "int4"),
-    ]:
-        done = run(*arguments)
-        assert (done.returncode, is_one_sentence(done.stderr)) == (code, True), done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts", "full"]
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]

@@ -1,7 +1,5 @@
 """README.md and docs/get-started: their programs and commands, and the outputs that they show."""
 
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_tutorials import REPOSITORY, make_tools
+from tests.support.terminal import run_at_terminal
 from trinity_sync.stack.services import StackState
 
 pytestmark = pytest.mark.timeout(600)  # two cores train next to the stack, and other tests
@@ -36,25 +35,6 @@ def words_of(line: str) -> set[str]:
     return set(re.findall(r"[\w./']+", VARIES.sub(" ", line)))
 
 
-def run_in_terminal(command: str, folder: Path, environment: dict[str, str]) -> str:
-    """Run a command where its output is a terminal; returns what it printed."""
-    ours, its = pty.openpty()
-    with subprocess.Popen(
-        ["bash", "-c", command], cwd=folder, env=environment, stdout=its, stderr=its
-    ) as process:
-        os.close(its)
-        printed = b""
-        try:
-            while read := os.read(ours, 65536):
-                printed += read
-        except OSError:  # a terminal whose last writer has gone
-            pass
-        os.close(ours)
-    text = re.sub(r"\r|\x1b\[[?\d;]*[A-Za-z]", "", printed.decode(errors="replace"))
-    assert process.returncode == 0, f"{command}: {text}"
-    return text
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_a_page_shows_what_its_programs_and_commands_print(
     page: Path, stack: StackState, tmp_path: Path
@@ -63,8 +43,10 @@ def test_a_page_shows_what_its_programs_and_commands_print(
         (tmp_path / name).write_text(text)
     environment = make_tools(tmp_path) | {"COLUMNS": "200", "NO_COLOR": "1"}
     for command, shown in commands_of(page):
-        printed = run_in_terminal(command, tmp_path, environment)
-        lines = [words_of(line) for line in printed.splitlines()]
+        code, printed = run_at_terminal(["bash", "-c", command], environment, folder=tmp_path)
+        assert code == 0, f"{command}: {printed}"
+        plain = re.sub(r"\r|\x1b\[[?\d;]*[A-Za-z]", "", printed)
+        lines = [words_of(line) for line in plain.splitlines()]
         missing = [line for line in shown if not any(words_of(line) <= words for words in lines)]
         assert missing == [], f"{command}\n{printed}"
 

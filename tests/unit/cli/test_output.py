@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from typer.testing import CliRunner
 
 from tests.support.job import Job
 from tests.support.steps import MODEL, commit_files
+from tests.support.terminal import run_at_terminal
 from tests.support.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import KEYS, is_time, write_cell
@@ -228,32 +228,22 @@ def at_a_terminal(
     The answer is typed at a question, after what happens meanwhile; the character of code 3 is
     Ctrl-C.
     """
-    ours, its = pty.openpty()
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     env = {**inherited, **home, "COLUMNS": str(columns), "TERM": "xterm"}
-    command = subprocess.Popen(
-        [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)],
-        env=env, stdin=its, stdout=its, stderr=its,
-    )  # fmt: skip
-    os.close(its)
-    shown = b""
-    try:
-        while some := os.read(ours, 4096):
-            shown += some
-            if answer and b"[y/N]: " in shown:
-                meanwhile()
-                if answer == "\x03":
-                    # before it waits, Python would read on and act on the signal after the answer
-                    until(lambda: psutil.Process(command.pid).status() == "sleeping", "a wait")
-                    command.send_signal(signal.SIGINT)
-                else:
-                    os.write(ours, f"{answer}\n".encode())
-                answer = ""
-    except OSError:  # the other end is closed: the command has ended
-        pass
-    finally:
-        os.close(ours)
-    return command.wait(60), shown.decode().replace("\r\n", "\n")
+    answers = [answer] if answer else []
+
+    def type_answer(shown: bytes, command: "subprocess.Popen[bytes]", keyboard: int) -> None:
+        if answers and b"[y/N]: " in shown:
+            meanwhile()
+            if answers.pop() == "\x03":
+                # before it waits, Python would read on and act on the signal after the answer
+                until(lambda: psutil.Process(command.pid).status() == "sleeping", "a wait")
+                command.send_signal(signal.SIGINT)
+            else:
+                os.write(keyboard, f"{answer}\n".encode())
+
+    line = [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)]
+    return run_at_terminal(line, env, look=type_answer)
 
 
 def test_a_terminal_shows_a_table_without_boxes_in_its_width(
@@ -400,6 +390,12 @@ def test_prune_removes_what_was_confirmed_and_nothing_else(
     [
         (["ls", "ROOT"], 0, ""),
         (["show", "ROOT", 11], 1, "CommitError"),
+        (["verify", "ROOT", 11], 1, "CommitError"),
+        (["pin", "ROOT", 11], 1, "CommitError"),
+        (["ls", "no/such/folder"], 2, "ConfigError"),
+        (["ls", "nonsense://x/y"], 2, "ConfigError"),
+        (["remote", "push", "ROOT", "latest"], 2, "ConfigError"),
+        (["remote", "push", "ROOT", "latest", "nowhere"], 2, "ConfigError"),
         (["show", "ROOT", "latest~9"], 1, "CommitError"),
         (["show", "ROOT", "forty"], 2, "ConfigError"),
         (["show", "ROOT"], 2, "UsageError"),

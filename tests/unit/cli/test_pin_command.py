@@ -62,14 +62,6 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
     assert json_of(root, "rewind", root, "start", "--yes")["quarantined"] == [30, 20]
 
 
-def test_the_catalog_knows_tags(root: Path) -> None:
-    run(root, "jobs", "reindex", root)
-    run(root, "pin", root, 30, "--name", "best", "--force")
-    job = json_of(root, "jobs", "show", root)
-    held = {each["step"]: each["held"] for each in job["steps"]}
-    assert held == {10: ["tagged start"], 20: [], 30: ["tagged best"]}
-
-
 def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
     for arguments, words in [
         (["show", "ROOT", "bset"], "'bset' is neither the number of a step, nor latest, nor a tag"),

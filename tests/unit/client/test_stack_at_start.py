@@ -13,7 +13,6 @@ import pytest
 from tests.support.answers import server
 from tests.support.forked import Program
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
@@ -124,9 +123,6 @@ import sys
 import torch.distributed as dist
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import PrefectApiError
-from trinity_sync.client.prefect_connection import find_server
-from trinity_sync.settings import LOCAL_HOST, StackSettings
-from trinity_sync.stack.embedded import _with_own_address
 rank, meeting, spool, home, root = sys.argv[1:]
 dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=2)
 try:
@@ -172,17 +168,6 @@ def test_the_local_stack_is_given_its_own_password_where_the_environment_has_tha
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of:another")
     assert find_server(settings.home, "http://127.0.0.1:4200/api").login == "trinity-sync:secret"
     assert find_server(settings.home, "http://127.0.0.1:4201/api").login == "of:another"
-
-
-def test_a_server_is_asked_from_within_an_event_loop_as_from_without(settings: Settings) -> None:
-    """As in a notebook, which runs one."""
-
-    async def ask_within(url: str) -> str:
-        return ask_server(settings, PrefectApi.read_version, url)
-
-    with server({"/admin/version": (200, '"3.8.8"')}) as url:
-        assert ask_server(settings, PrefectApi.read_version, url) == "3.8.8"
-        assert asyncio.run(ask_within(url)) == "3.8.8"
 
 
 def test_a_machine_that_joins_does_not_take_the_address_of_the_first(
