@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.request import urlopen
@@ -23,6 +23,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from tests.conftest import environment
 from tests.integration.prefect_api import Api, until
 from tests.models.chaos.proxy import Proxy
+from tests.support.answers import serving
 from trinity_sync import Settings
 from trinity_sync.client import prefect_api
 from trinity_sync.client.prefect_api import PrefectApi
@@ -261,27 +262,10 @@ def test_a_url_without_api_is_named(stack: StackState, root: Path, path: str) ->
             ask(url, call)
 
 
-class _Page(BaseHTTPRequestHandler):
-    """A page, whatever is asked for."""
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        self.send_response(200)
-        self.send_header("content-length", "6")
-        self.end_headers()
-        self.wfile.write(b"<html>")
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def test_another_server_at_the_port_is_named(root: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as page, socket.socket() as other:
-        threading.Thread(target=page.serve_forever, daemon=True).start()
+def test_another_server_at_the_port_is_named() -> None:
+    with serving(lambda *_: (200, "<html>")) as page, socket.socket() as other:
         with pytest.raises(PrefectApiError, match="not the API of a Prefect server"):
-            ask(f"http://user:secret@127.0.0.1:{page.server_port}/api", nothing)
-        page.shutdown()
+            ask(f"{page.replace('://', '://user:secret@')}/api", nothing)
         other.bind(("127.0.0.1", 0))
         other.listen()
 
@@ -321,25 +305,16 @@ def test_a_server_that_hangs_is_given_up(hangs: str) -> None:
         ask(hangs, nothing, answer_s=0.2)
 
 
-def test_a_busy_server_is_asked_again_at_once(root: Path) -> None:
+def test_a_busy_server_is_asked_again_at_once() -> None:
     """What SQLite makes of two writes that meet: it cannot be had from a real server on demand."""
     asked: list[str] = []
 
-    class Busy(_Page):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            asked.append(self.path)
-            self.send_response(503 if len(asked) < 3 else 200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"[]")
+    def answer(request: BaseHTTPRequestHandler, _: str) -> tuple[int, str]:
+        asked.append(request.path)
+        return (503 if len(asked) < 3 else 200), "[]"
 
-        do_POST = do_GET
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as busy:
-        threading.Thread(target=busy.serve_forever, daemon=True).start()
-        assert ask(f"http://127.0.0.1:{busy.server_port}/api", nothing) == []
-        busy.shutdown()
+    with serving(answer) as url:
+        assert ask(f"{url}/api", nothing) == []
     assert asked == ["/api/flow_runs/filter"] * 3
 
 

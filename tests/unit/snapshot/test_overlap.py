@@ -14,12 +14,10 @@ import torch
 from tests.unit.snapshot.test_image import SPECIAL, records_in, saved
 from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import ImageError
-from trinity_sync.settings import Settings
 from trinity_sync.snapshot.mutation_guard import (
     SMALL,
     compare_rows,
     has_samples,
-    list_named_tensors,
     sample_storages,
 )
 from trinity_sync.snapshot.save_id import Origin
@@ -326,15 +324,3 @@ def test_a_clean_end_stages_what_still_overlaps(tmp_path: Path) -> None:
     saves.stager.begin.set()
     saves.states.close()
     assert saves.submitted == [1]
-
-
-def test_tensors_are_named_by_their_paths() -> None:
-    one, other = torch.zeros(1), torch.zeros(2)
-    found = list_named_tensors({"state": {0: {"m": one}}, "groups": [(other, 3)]})
-    assert [name for name, _ in found] == ["state.0.m", "groups[0][0]"]
-
-
-def test_checking_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, overlap in (("check", "check"), ("true", True), ("false", False)):
-        monkeypatch.setenv("TRINITY_SYNC_OVERLAP", value)
-        assert Settings().overlap == overlap

@@ -5,7 +5,6 @@ A restarted trainer uses the slots of its predecessor, which may still run.
 
 import random
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -175,50 +174,6 @@ KILLED = textwrap.dedent(
     os.kill(os.getpid(), signal.SIGKILL)
     """
 )
-
-
-def test_two_processes_that_save_in_turn_save_their_own_states(
-    trainers: tuple[Trainer, Trainer],
-) -> None:
-    here, there = trainers
-    script = textwrap.dedent(
-        f"""
-        import sys
-        from pathlib import Path
-        from tests.support.job import Job
-        from tests.unit.snapshot.test_two_trainers import Trainer
-        from trinity_sync.snapshot.spool import JobSpool
-        job = Job(Path({str(here.job.root)!r}), JobSpool(Path({str(here.job.spool.folder)!r})))
-        trainer = Trainer(job, 2, 1)
-        for line in sys.stdin:
-            what, step = line.split()
-            getattr(trainer, what)(int(step))
-            print(what, flush=True)
-        """
-    )
-    command = [sys.executable, "-c", script]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
-        to_it, from_it = other.stdin, other.stdout
-        assert to_it
-        assert from_it
-
-        def tell(what: str, step: int) -> None:
-            print(what, step, file=to_it, flush=True)
-            assert from_it.readline() == f"{what}\n"
-
-        for step in range(10, 50, 10):
-            here.upload(step)
-            tell("stage", step + 1)
-            assert same(there.commit(step + 1), there.state(step + 1))
-            assert here.publish(step) is None
-            tell("upload", step + 2)
-            here.stage(step)
-            assert same(here.commit(step), here.state(step))
-            tell("stage", step + 2)
-            assert same(there.commit(step + 2), there.state(step + 2))
-        to_it.close()
-        assert other.wait(30) == 0
 
 
 def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Trainer]) -> None:
