@@ -37,7 +37,6 @@ NOT_HERE = "large_files_of_one_step_are_kept"
 """Of a test: files are not recycled where other nodes may see them."""
 FILES = [
     "tests/environments/nfs/nodes.py",
-    "tests/models/test_histories.py",
     *(f"tests/unit/{part}.py" for part in PARTS.split()),
 ]
 HERE = Path(__file__).parent
