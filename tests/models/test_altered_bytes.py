@@ -188,24 +188,3 @@ def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
         open_catalog(url) as engine,
     ):
         list_jobs(engine)
-
-
-def test_a_row_of_the_catalog_that_lacks_a_value_is_an_error_and_not_current(
-    root: Path, tmp_path: Path
-) -> None:
-    database = tmp_path / "catalog.db"
-    url = f"sqlite:///{database}"
-    with open_catalog(url) as engine:
-        mirror(engine, root, [3])
-    for alter in (
-        "UPDATE sqlite_master SET sql = replace(sql, 'kinds TEXT NOT NULL', 'kinds TEXT')",
-        "UPDATE steps_1 SET kinds = NULL",
-    ):
-        with closing(sqlite3.connect(database)) as connection:
-            connection.execute("PRAGMA writable_schema=ON")
-            assert connection.execute(alter).rowcount
-            connection.commit()
-    with open_catalog(url) as engine:
-        assert not is_current(engine, root)
-        with pytest.raises(CatalogError, match="is corrupted"):
-            list_jobs(engine)
