@@ -17,7 +17,7 @@ from trinity_sync.stack.services import StackState
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "7" * 64}
 IGNORES = """
 import os
-if "ray.scripts.scripts" in " ".join(open("/proc/self/cmdline").read().split("\\0")):
+if "trinity_sync.stack.ray_node" in " ".join(open("/proc/self/cmdline").read().split("\\0")):
     os.environ["RAY_AUTH_MODE"] = "disabled"
 """
 """Makes ``ray start`` ignore the token, as Ray 2.51 does."""
@@ -40,6 +40,8 @@ def test_a_stack_refuses_connections_without_credentials(
 def test_everything_of_a_stack_listens_on_its_host(stack_settings: Settings) -> None:
     now = embedded.find(stack_settings)  # other tests restart its parts
     assert now is not None
+    told = " ".join(word for each in processes_of(now) for word in each.cmdline())
+    assert not [each for each in ("dashboard.py", "ray.util.client.server") if each in told]
     listening = {
         (each.name(), connection.laddr.ip.removeprefix("::ffff:"))
         for each in processes_of(now)

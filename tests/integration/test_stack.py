@@ -109,6 +109,8 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     os.kill(before.worker.pid, signal.SIGKILL)
     psutil.Process(before.worker.pid).wait(60)
     assert part(stack_settings, "worker").state == "dead"
+    with open_client() as client:  # which the next worker makes again
+        client.delete_deployment(client.read_deployment_by_name("retention/retention").id)
     # Prefect calls it online for a while
     for command in ("status", "doctor"):
         told = run(command)
@@ -123,6 +125,7 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     assert after.worker != before.worker
     assert (after.server, after.ray) == (before.server, before.ray)
     assert part(stack_settings, "worker").state == "running"
+    assert embedded.status(stack_settings).undeployed == ()
 
     def find_old(*action: str) -> str:
         clean = ["find", *map(str, folders), "-mtime", "+9", *action, "-print"]
@@ -423,7 +426,7 @@ def test_what_was_started_is_stopped_when_the_rest_fails(
         client.create_work_pool(WorkPoolCreate(name="of-another-type", type="process"))
     children = set(psutil.Process().children(recursive=True))
     with pytest.raises(StackError, match="of type 'process'"):
-        embedded.up(another, StackSettings(worker={"pool": "of-another-type"}))
+        embedded.up(another, StackSettings(worker={"pool": "of-another-type"}), worker=False)
     assert not left_of(list(set(psutil.Process().children(recursive=True)) - children))
     assert embedded.find(another) is None
 

@@ -19,6 +19,8 @@ INSTALLED = str(_PACKAGE.parent)
 """The folder that ``trinity_sync`` and its dependencies are installed into."""
 PACKAGES = str(_PACKAGED) if _PACKAGED.is_dir() else INSTALLED
 """The folder that holds ``flows`` and ``tasks``."""
+TASK_PROCESSES = 4
+"""Processes that Ray keeps on a node: one for each component that most saves have."""
 
 
 def read_deployments() -> list[dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""The main program of a warm worker: join the Ray cluster once, then run flows until stopped."""
+"""The main program of a warm worker: join the Ray cluster once, then run flows until stopped.
+
+With ``--deploy``, it first applies the deployments: it has imported what that takes seconds to.
+"""
 
 import asyncio
 import importlib
@@ -17,21 +20,21 @@ from prefect.settings import (
 
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.errors import PrefectApiError, StackError, TrinitySyncError
-from trinity_sync.layout import COMPONENTS
+from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.metrics import METRICS
-from trinity_sync.orchestration.pipeline import PACKAGES
+from trinity_sync.orchestration.pipeline import PACKAGES, TASK_PROCESSES
 from trinity_sync.orchestration.worker import POLL_S, TrinitySyncWorker, load_flow
 from trinity_sync.settings import Settings, StackSettings
 
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: Settings, stack: StackSettings) -> None:
+def serve(settings: Settings, stack: StackSettings, *, deploys: bool) -> None:
     """Join the Ray cluster of the settings and run flows until SIGTERM or Ctrl-C.
 
     Raises:
         StackError: The cluster cannot be joined, its workers cannot import the tasks or have too
-            little memory, or metrics cannot be served.
+            little memory, metrics cannot be served, or deploying fails.
     """
     import ray
 
@@ -40,6 +43,8 @@ def serve(settings: Settings, stack: StackSettings) -> None:
     if stack.worker.metrics:
         METRICS.serve(settings, stack)
     load_flow("flows.save.save_step")  # the first save must not wait for imports
+    if deploys:
+        deploy(stack)
     started_in = Path.cwd()
     os.chdir(PACKAGES)  # this folder comes first on sys.path of the driver's Ray processes
     address = stack.ray.address
@@ -57,7 +62,7 @@ def serve(settings: Settings, stack: StackSettings) -> None:
         try:
             # a process that Ray has ended for want of memory would be started again without end
             importing = ray.remote(num_cpus=0, max_retries=0)(_import_work)
-            ray.get([importing.remote() for _ in COMPONENTS])
+            ray.get([importing.remote() for _ in range(TASK_PROCESSES)])
         except ray.exceptions.OutOfMemoryError as error:
             raise StackError(
                 f"Ray ends its processes as they start: {str(error).strip().splitlines()[0]} Free "
@@ -108,6 +113,6 @@ async def _require_access(settings: Settings) -> None:
 
 if __name__ == "__main__":
     try:
-        serve(Settings(), StackSettings())
+        serve(Settings(), StackSettings(), deploys="--deploy" in sys.argv)
     except TrinitySyncError as error:
         sys.exit(f"error: {error}")

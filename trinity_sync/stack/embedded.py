@@ -151,7 +151,10 @@ def up(
                 now = joining or (before if before.daemons else read_last_addresses(settings.home))
                 now = replace(now, server=None, ray=None, worker=None, ray_folder="", **made_with)
                 now = _start_server_and_ray(settings, stack, now, external)
-            _deploy(settings, stack, now, timeout_s)
+            if worker:  # which deploys
+                _await_server(now, timeout_s)
+            else:
+                _deploy(settings, stack, now, timeout_s)
             require_refusals(stack, replace(now, ray_auth=None))
             works = replace(now, ray=None, ray_folder="", worker=None)
             now, works = _await_ray(now, timeout_s), kept  # a Ray that admits all ends everything
@@ -414,8 +417,9 @@ def _await_ray(state: StackState, timeout_s: float) -> StackState:
 def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout_s: float) -> None:
     """Apply the deployments once the server answers, unless the stack has them and works.
 
-    A separate process does it: the caller may be a user's script with other packages ``flows`` and
-    ``tasks``, and must not import Ray before it has the token of the stack's cluster.
+    A worker that starts does it. Otherwise, a separate process: the caller may be a user's script
+    with other packages ``flows`` and ``tasks``, and must not import Ray before it has the token of
+    the stack's cluster.
     """
     _await_server(state, timeout_s)
     if state.joined or (state.worker and state.worker.lives and not status(settings).undeployed):

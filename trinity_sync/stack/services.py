@@ -24,13 +24,14 @@ import httpx
 from trinity_sync.client.prefect_connection import bypass_proxies
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES
+from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES, TASK_PROCESSES
 from trinity_sync.settings import LOCAL_HOST, RAY_FOLDER, Settings, StackSettings, stack_variable
 from trinity_sync.stack import daemon
 from trinity_sync.stack.daemon import Daemon, free_port
 
 WORKER_MODULE = "trinity_sync.orchestration.worker_main"
 SERVER_MODULE = "trinity_sync.stack.prefect_server"
+RAY_MODULE = "trinity_sync.stack.ray_node"
 PASSWORD_FILE = "server_password"
 """File in the home of the stack with what the Prefect UI asks for, as ``user:password``."""
 RAY_ADDRESS = stack_variable("ray", "address")
@@ -42,8 +43,8 @@ _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # keep a process for each component of a save, and others for a minute: each uses 0.5% of a core
-    "RAY_num_workers_soft_limit": "4",
+    # others are kept for a minute: each uses 0.5% of a core
+    "RAY_num_workers_soft_limit": f"{TASK_PROCESSES}",
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
     "RAY_prestart_worker_first_driver": "0",  # the flow worker starts those that it needs
     "RAY_enable_metrics_collection": "false",
@@ -188,8 +189,6 @@ def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> St
     auth = _ray_auth(settings.home) | (_LOOPBACK if host == LOCAL_HOST else {})
     state = replace(state, ray=None, ray_address="", ray_auth=auth, host=host)
     options = ["--head", f"--port={port}", f"--node-ip-address={host}"]
-    # free ports, so that two nodes of a machine do not conflict
-    options += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
     options += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
     return _start_ray_node(options, settings, stack, state)
 
@@ -211,7 +210,7 @@ def _start_ray_node(
     remove_ray_folder(state)
     # the paths of its sockets must be shorter than 108 characters, whatever TMPDIR says
     state = replace(state, ray_folder=tempfile.mkdtemp(prefix=RAY_FOLDER, dir="/tmp"))
-    command = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
+    command = ["-m", RAY_MODULE, "start", "--block", "--disable-usage-stats", *options]
     command += [f"--temp-dir={_ray_temp(state)}", f"--node-name={settings.node}"]
     command += [f"--num-cpus={stack.ray.cpus or os.cpu_count() or 1}"]
     command += [f"--object-store-memory={stack.ray.object_store_mb * 10**6}"]
@@ -247,9 +246,13 @@ def remove_ray_folder(state: StackState) -> None:
 
 
 def start_worker(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
-    """Start the flow worker, and return the stack with it; it may not be online yet."""
+    """Start the flow worker, and return the stack with it; it may not be online yet.
+
+    It deploys, unless the stack is that of another machine.
+    """
     env = build_environment(settings, stack, state)
-    worker = _start("worker", ["-m", WORKER_MODULE], settings, env)
+    command = ["-m", WORKER_MODULE, *([] if state.joined else ["--deploy"])]
+    worker = _start("worker", command, settings, env)
     return replace(state, worker=worker)
 
 

@@ -70,7 +70,7 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
         environment(named),
         pytest.raises(StackError, match=f"at http://{address}/api within 0.5 s"),
     ):
-        embedded.up(settings, timeout_s=0.5)
+        embedded.up(settings, worker=False, timeout_s=0.5)
     assert embedded.find(settings) is None
 
 
