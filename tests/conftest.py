@@ -42,6 +42,9 @@ QUIET = {
     "OMP_WAIT_POLICY": "passive",  # next to other tests, threads that spin take a core
     "TRINITY_SYNC_CONFIG": os.devnull,  # not the user's own file
     "TRINITY_SYNC_STACK__SERVER__PORT": "0",
+    # no test looks at the UI or its blocks, which take a server seconds to copy and to register
+    "PREFECT_UI_ENABLED": "false",
+    "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
     "TRINITY_SYNC_SAVER": "stack",  # many tests commit what others save, or nothing does
 }
 STACK_VARIABLES = {

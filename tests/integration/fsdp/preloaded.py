@@ -4,4 +4,5 @@ from grpo_copy.cpu_platform import use_cpu
 
 use_cpu()  # before veRL looks for a device
 
-import trinity_sync.integrations.verl.fsdp.manager  # noqa: E402, F401
+import tests.integration.fsdp.commits  # noqa: E402
+import tests.integration.fsdp.models  # noqa: E402, F401
