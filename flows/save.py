@@ -285,7 +285,7 @@ class FlowDriver(Driver):
         assert error
         outcomes: list[tuple[str, int | BaseException]]
         outcome = metrics.get_outcome(error)
-        metrics.METRICS.count_failed_save(request, outcome)
+        metrics.METRICS.count_save(request, outcome, "saver" if self.left else "flow")
         self._report(outcome, message=str(error))
         try:
             outcomes = await self._on_nodes(self._nodes, mark_images_failed, str(error))
@@ -298,7 +298,8 @@ class FlowDriver(Driver):
 
     async def _tell_commit(self) -> None:
         if self.done is None:
-            return
+            metrics.METRICS.count_save(self.request, "committed", "saver")
+            return self._report("committed", seconds=time.time() - self._started_at)
         metrics.METRICS.count_committed_save(self.request, self.done)
         self._report("committed", seconds=self._committed_at - self._started_at)
         if self.done.alarms:

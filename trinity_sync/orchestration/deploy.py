@@ -224,7 +224,7 @@ HEARTBEAT_AUTOMATION = "trinity-sync: crash runs without heartbeats"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
 SAVE_FAILED_AUTOMATION = "trinity-sync: a save failed"
-NO_COMMIT_AUTOMATION = "trinity-sync: a job has committed nothing for 30 minutes"
+NO_COMMIT_AUTOMATION = "trinity-sync: the stack has committed nothing of a job for 30 minutes"
 CORRUPTED_AUTOMATION = "trinity-sync: a step is corrupted"
 NO_COMMIT_WITHIN = timedelta(minutes=30)
 

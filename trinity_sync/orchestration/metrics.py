@@ -56,8 +56,8 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._saves = Counter(
             "trinity_sync_saves",
-            "Runs of save-step that ended",
-            ["job", "kind", "outcome"],
+            "Runs of save-step that ended, and whether a flow or the saver has saved the step",
+            ["job", "kind", "outcome", "by"],
             registry=self.registry,
         )
         self._phases = Histogram(
@@ -102,7 +102,7 @@ class WorkerMetrics:
     def count_committed_save(self, request: SaveRequest, done: "Committed") -> None:
         """Count a committed save, its bytes and its durations."""
         labels, timing = (request.job, request.kind), done.timing
-        self._saves.labels(*labels, "committed").inc()
+        self.count_save(request, "committed", "saver" if done.by_saver else "flow")
         self._bytes.labels(*labels).inc(timing.nbytes)
         self._alarms.labels(*labels).inc(bool(done.alarms))
         for stall in timing.stalls:
@@ -112,9 +112,9 @@ class WorkerMetrics:
         for kind in done.newest_of:
             self.update_newest(request.job, kind, request.step, done.committed_at)
 
-    def count_failed_save(self, request: SaveRequest, outcome: StepOutcome) -> None:
-        """Count a save that was not committed: ``failed``, ``evicted`` or ``superseded``."""
-        self._saves.labels(request.job, request.kind, outcome).inc()
+    def count_save(self, request: SaveRequest, outcome: StepOutcome, by: str) -> None:
+        """Count a save that a ``flow`` or the ``saver`` has ended."""
+        self._saves.labels(request.job, request.kind, outcome, by).inc()
 
     def serve(self, settings: Settings, stack: StackSettings) -> int:
         """Serve the metrics at ``worker.metrics`` in a thread, and return the port.

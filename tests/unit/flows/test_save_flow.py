@@ -134,7 +134,7 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
     assert key.startswith("save-ckpts-1-")
     assert f"Ckpts 1: save actor step 1: {outcome}" in page
     assert str(error) in page
-    found = sample("trinity_sync_saves_total", job=request.job, outcome=outcome)
+    found = sample("trinity_sync_saves_total", job=request.job, outcome=outcome, by="flow")
     assert found == 1
 
 
@@ -190,3 +190,15 @@ def test_a_save_that_the_stack_cannot_do_ends_as_its_saver_tells(
 
     with nullcontext() if ends == "done" else pytest.raises(SaveFailedError, match=ends):
         asyncio.run(asyncio.wait_for(await_the_end(), 60))
+
+
+def test_a_commit_by_the_saver_alone_is_counted_and_told_as_any_other(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(flows.save, "emit_step_event", lambda what, *_, **__: told.append(what))
+    driver = flows.save.FlowDriver(job.request(1))
+    asyncio.run(driver._tell_commit())
+    assert told == ["committed"]
+    labels = {"job": job.request(1).job, "outcome": "committed", "by": "saver"}
+    assert sample("trinity_sync_saves_total", **labels) == 1

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,12 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(
             file.submitted_at + 0.5,
             file.submitted_at + 2.5,
         )
+        done = replace(done, by_saver=step == 3)
         metrics.count_committed_save(job.request(step), done)
-    metrics.count_failed_save(job.request(5), "failed")
+    metrics.count_save(job.request(5), "failed", "flow")
     found = scraped(metrics.serve(settings, at(free_port())))
-    assert found["trinity_sync_saves_total", "checkpoint", "committed"] == 2
-    assert found["trinity_sync_saves_total", "checkpoint", "failed"] == 1
+    for by, outcome in (("flow", "committed"), ("saver", "committed"), ("flow", "failed")):
+        assert found["trinity_sync_saves_total", by, "checkpoint", outcome] == 1
     assert found["trinity_sync_phase_seconds_sum", "checkpoint", "write"] == pytest.approx(4.0)
     assert found["trinity_sync_phase_seconds_sum", "checkpoint", "queue"] == pytest.approx(1.0)
     stall = found["trinity_sync_stall_seconds_sum", "checkpoint", "actor"]
