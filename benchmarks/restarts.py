@@ -167,6 +167,7 @@ def restart(folder: Path, ranks: int) -> Restart:
     """Load a step on all ranks, and count their calls; ``folder`` is empty."""
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.settings import Settings
+    from trinity_sync.snapshot.stager import BESIDE
 
     root = folder / "ckpts"
     root.mkdir()
@@ -178,6 +179,8 @@ def restart(folder: Path, ranks: int) -> Restart:
     leases = set[str]()
 
     def tell(kind: str, path: str) -> None:
+        if threading.current_thread().name == BESIDE and not Path(path).is_relative_to(root):
+            return  # touches memory for the first save, beside the training
         rank = group.at_work
         if path.endswith(f"_rank_{rank}.pt"):
             own[rank] += 1

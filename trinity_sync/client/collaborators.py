@@ -41,7 +41,6 @@ class Collaborators:
         root, settings, rank = self.root, self.settings, self.rank
         here = (root, self.spool, self._run, rank, self.world_size, self._places)
         self._watcher = CommitWatcher(requests, self.spool, rank=rank, run=self._run)
-        self._loader = StepLoader(*here, partial(self._watcher.begin, waits=True))
         self._submitter = SaveSubmitter(
             *here, self._watcher, identity, self.roles, write_concurrency
         )
@@ -51,6 +50,8 @@ class Collaborators:
             slot_wait_s=settings.slot_wait_s,
             on_long_wait=self._watcher.hurry,
         )
+        begin = partial(self._watcher.begin, waits=True)
+        self._loader = StepLoader(*here, begin, self._stager)
         self._states = StateSaver(
             self._stager,
             self._submitter.submit_states,

@@ -31,7 +31,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, require_root
 from trinity_sync.snapshot.save_id import Export, Origin
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
-from trinity_sync.snapshot.stager import Staged
+from trinity_sync.snapshot.stager import Staged, estimate_nbytes
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import lease_to_read
@@ -376,6 +376,7 @@ class CheckpointCoordinator(Collaborators):
         step = check_number("step", step)
         self.check_resume(step)
         self._loader.begin_at(step)
+        self._loader.prewarm_as(step)
 
     def attachment(self, step: int, name: str, *, rank: int | None = None) -> bytes:
         """Return what a rank attached to a committed step.
@@ -412,21 +413,31 @@ class CheckpointCoordinator(Collaborators):
 
     # ------------------------------------------------------------ shared memory
 
-    def prewarm(self, nbytes: Mapping[str, int], *, role: str = "actor") -> None:
-        """Map and touch the slots before the first save, which is then as fast as later ones.
+    def prewarm(
+        self,
+        sizes: Mapping[str, int | torch.nn.Module | torch.optim.Optimizer],
+        *,
+        role: str = "actor",
+    ) -> None:
+        """Touch the memory of the first save beside the training: it is then as fast as later ones.
+
+        It returns at once. A run that has resumed does so by itself, with the sizes of its step::
+
+            saves.prewarm({"model": model, "optim": optimizer})
 
         Args:
-            nbytes: size of this rank's image in bytes, by component.
+            sizes: by component, the size of this rank's image in bytes, or the module or optimizer
+                whose state it is to have.
             role: role of the images.
 
         Raises:
             SpoolFullError: the spool is too small; the message says how many bytes are needed.
         """
         self._require_own_process()
-        self.require_room(sum(nbytes.values()))
-        for component, size in nbytes.items():
-            with hold_handlers():
-                self._stager.prewarm(role, component, self.rank, size)
+        self.wait_staged()
+        images = [(role, name, self.rank, estimate_nbytes(size)) for name, size in sizes.items()]
+        self.require_room(sum(nbytes for *_, nbytes in images))
+        self._stager.prewarm(lambda: images)
 
     def require_room(self, nbytes: int) -> None:
         """Check that all slots of this node's ranks fit into the spool.

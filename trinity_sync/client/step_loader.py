@@ -20,9 +20,11 @@ from trinity_sync.client.run_context import RunContext
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import KINDS, Kind, check_choice, step_folder
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import open_states
 from trinity_sync.storage.restore_into import fill_states
@@ -48,6 +50,7 @@ class StepLoader:
     world_size: int
     places: Sequence[NodeRanks]
     begin_commits: Callable[[], None]
+    stager: Stager
     is_collective: bool = False
     """Whether all ranks of the default process group find and load steps together."""
 
@@ -94,6 +97,7 @@ class StepLoader:
                 states = filled | others
                 self.begin_at(step)  # from here on, retention spares the step for this run
             yield states
+        self.prewarm_as(step, manifest)
 
     def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:
         """As `CheckpointCoordinator.check_resume`, after a call of ``wait_staged``.
@@ -113,6 +117,20 @@ class StepLoader:
     def begin_at(self, step: int) -> None:
         """Begin the run at a step; rank 0 begins it for all."""
         self.run.join(self.run_on_rank_0(step, lambda: self.run.begin_at(step)))
+
+    def prewarm_as(self, step: int, manifest: Manifest | None = None) -> None:
+        """Touch memory for images as large as this rank's of a step, beside the training."""
+
+        def find() -> list[tuple[str, str, int, int]]:
+            found = manifest or read_manifest(self.root, step, ranks=[self.rank])
+            own = self.rank, self.world_size
+            return [
+                (each.role, each.component, each.rank, each.nbytes)
+                for each in (found.files if found else ())
+                if each.is_shard and (each.rank, each.world_size) == own
+            ]
+
+        self.stager.prewarm(find)
 
     def run_on_rank_0(self, step: int, work: Callable[[], T]) -> T:
         """Return what a function returns on rank 0 alone, or here if the ranks ask separately."""

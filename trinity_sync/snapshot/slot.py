@@ -1,9 +1,9 @@
 """A slot as a trainer uses it: a reusable place for one image in shared memory.
 
-Touching fresh shared memory costs fifty times a copy into mapped memory, so a slot only grows, is
-never truncated, and stays mapped as long as its process lives. The trainer fills it under the
-exclusive lock, readers share the lock: no reader sees an image change, and the lock of a process
-that died is released by the kernel.
+Touching fresh shared memory costs up to fifty times a copy into mapped memory, so a slot only grows
+and stays mapped as long as its process lives, unless saves do without it for long. The trainer
+fills it under the exclusive lock, readers share the lock: no reader sees an image change, and the
+lock of a process that died is released by the kernel.
 
 A job that is started again uses the slots of its previous process, which may not have ended yet. So
 each process that uses a slot shares a second lock on its file, and only the last one removes the
@@ -18,8 +18,10 @@ and its mapping under the lock, and is created again if it is gone.
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 REMOVE_S = 60.0
 """Seconds to wait for another process that is removing the slot."""
 _ROUND_TO = 2 << 20  # grow by 2 MiB, so that a state that grows a little needs no new mapping
+_PART = 4 << 20  # bytes between two looks at whether a save needs the slot
 _NAME = 64  # bytes at the end of the file for the name of the image
 
 
@@ -76,6 +79,11 @@ class Slot:
     def published(self) -> bool:
         """Whether the slot holds a published version of the weights."""
         return self._tag.exists()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether memory is reserved for the slot."""
+        return self.file.fd >= 0 and os.fstat(self.file.fd).st_blocks > 0
 
     @property
     def failed(self) -> bool:
@@ -143,8 +151,10 @@ class Slot:
         os.pwrite(self.file.fd, self._filled, len(memory) - len(self._filled))
         return memory
 
-    def image(self, nbytes: int) -> torch.Tensor:
+    def image(self, nbytes: int, *, populate: bool = True) -> torch.Tensor:
         """Return the slot's memory as a ``uint8`` tensor with at least ``nbytes`` elements.
+
+        Without ``populate``, new memory is touched by whoever writes to it first.
 
         Raises:
             SpoolFullError: the spool has no room for it; nothing was changed.
@@ -155,9 +165,44 @@ class Slot:
             allocate_slot(fd, self.path, size)
             self._unmap()
             # a mapping lives as long as its last view
-            memory = self.file.map(size, writable=True, populate=True)
+            memory = self.file.map(size, writable=True, populate=populate)
             self._image = torch.frombuffer(memory, dtype=torch.uint8)
         return self._image
+
+    def touch(self, nbytes: int, ended: Callable[[], bool]) -> None:
+        """Make the memory of `image` fast to write, a part at a time, until ``ended`` is true.
+
+        It changes no byte, leaves the slot to readers, and holds no GIL for long. It does nothing
+        if another process fills the slot.
+
+        Raises:
+            SpoolFullError: as `image`.
+        """
+        if not self.try_lock():
+            return
+        try:
+            self.image(nbytes, populate=False)
+        finally:
+            self.unlock()
+        if self.try_lock(shared=True):
+            try:
+                for part in self._image.split(_PART):
+                    if ended():
+                        return
+                    part[:: mmap.PAGESIZE].bitwise_or_(0)
+                if torch.cuda.is_initialized():
+                    self.pin()
+            finally:
+                self.unlock()
+
+    def give_back(self, ended: Callable[[], bool]) -> None:
+        """Return the memory of a free slot to the system, a part at a time, as in `touch`."""
+        for size in reversed(range(0, os.fstat(self.file.fd).st_size, _PART)):
+            if ended():
+                break
+            os.truncate(self.file.fd, size)  # unmaps the pages, without the GIL
+        self._unmap()
+        self.holds = None
 
     def _unmap(self) -> None:
         self._unpin()

@@ -12,7 +12,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ WEIGHTS_WAIT_S = 10.0
 two; with two slots, an image is rarely younger when the next version needs its slot."""
 WEIGHTS_LIMIT_S = 30.0
 """Seconds for which a save of weights waits for a slot, at most: the next version comes soon."""
+IDLE_SAVES = 10
+"""Saves of a component without its second slot, after which the slot's memory is given back."""
 LONG_WAIT_S = 5.0
 """Seconds after which a warning says what a save waits for."""
 
@@ -89,6 +92,8 @@ class SlotPool:
         self._clock = clock
         self._on_long_wait = on_long_wait
         self._slots: dict[tuple[str, str, int], list[Slot]] = {}
+        self._unused = Counter[Slot]()
+        """Images of its component that were filled since a slot was used."""
 
     def wait_at_most(self, seconds: float) -> None:
         """Lower the time in seconds that `acquire` waits for a slot."""
@@ -114,6 +119,10 @@ class SlotPool:
                 slots.append(Slot(path))
             self._slots[key] = slots
         return self._slots[key]
+
+    def find_next(self, role: str, component: str, rank: int) -> Slot | None:
+        """Return the slot that the next image is to fill, or None if none is free."""
+        return next(iter(_list_free(self.list_slots(role, component, rank))), None)
 
     def hold_image(self, origin: Origin, component: str) -> Slot | None:
         """Return the slot with the image that this process staged at this step, locked for reading.
@@ -167,7 +176,7 @@ class SlotPool:
         while True:  # `wait_at_most` may lower the limit meanwhile
             limit_s = self._wait_s if is_checkpoint else min(self._wait_s, WEIGHTS_LIMIT_S)
             waited = time.monotonic() - start
-            free = sorted((slot for slot in slots if slot.free), key=_published_last)
+            free = _list_free(slots)
             for slot in free:
                 if slot.try_lock():
                     if slot.free:
@@ -208,6 +217,16 @@ class SlotPool:
                 )
             call_held_handlers()
             time.sleep(0.002)
+
+    def list_idle(self, origin: Origin, component: str, used: Slot) -> list[Slot]:
+        """Return the slots with memory that the saves of a component do without for long.
+
+        ``used`` is the slot of the image that has just been filled.
+        """
+        slots = self.list_slots(origin.role, component, origin.rank)
+        self._unused.update(slots)
+        self._unused[used] = 0
+        return [each for each in slots if self._unused[each] >= IDLE_SAVES and each.has_memory]
 
     def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
         """Add a slot, locked, because all free slots are in use; None if there is no room."""
@@ -274,6 +293,10 @@ class SlotPool:
         )
         ticket_path(slot.path).unlink(missing_ok=True)
         failure_path(slot.path).unlink(missing_ok=True)
+
+
+def _list_free(slots: Iterable[Slot]) -> list[Slot]:
+    return sorted((slot for slot in slots if slot.free), key=_published_last)
 
 
 def _published_last(slot: Slot) -> tuple[int, int]:

@@ -5,20 +5,24 @@ This is the whole cost of a save for the training loop. `Stager.lay_out` plans t
 """
 
 import errno
+import logging
+import os
+import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from trinity_sync.errors import ImageError, SpoolError, describe_error
+from trinity_sync.errors import ImageError, SpoolError, TrinitySyncError, describe_error
 from trinity_sync.layout import Component, shard_file
-from trinity_sync.snapshot.image import LaidOut, Layout, Storages, fill, lay_out
+from trinity_sync.snapshot.image import ALIGNMENT, LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.mutation_guard import MutationGuard, has_samples
 from trinity_sync.snapshot.packed import Packed
 from trinity_sync.snapshot.save_id import Origin
@@ -35,9 +39,14 @@ from trinity_sync.snapshot.ticket import (
     write_version_tag,
 )
 from trinity_sync.tensors.memcpy import ComputedEvents, equal_bytes, record_computed, use_device
+from trinity_sync.tensors.torch_private import get_shard
+
+logger = logging.getLogger(__name__)
 
 METADATA: Component = "metadata"
 ATTACHMENTS: Component = "attachments"
+BESIDE = "trinity_sync slots"
+"""Name of the thread that works on slots beside the training."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,8 @@ class Stager:
         self._slots = SlotPool(spool, slots, slot_wait_s, clock, on_long_wait)
         self._layouts: dict[tuple[str, str, int], tuple[int, Layout | None]] = {}
         """Step and layout of the last image, by role, component and rank."""
+        self._beside: tuple[threading.Event, threading.Thread] | None = None
+        """Thread that works on slots until the next save, and what ends it."""
         self.waiting_since: float | None = None
         """When the trainer began to wait for an overlapped copy (`time.perf_counter`), which the
         tickets count as a stall; None if it does not wait."""
@@ -157,6 +168,7 @@ class Stager:
             ImageError: a state cannot be pickled; the message names the key.
         """
         began = time.perf_counter() if began is None else began
+        self._end_beside()
         plan = StagePlan(origin, began, overlap, seals, again)
         self.waiting_since = None
         for name in also:
@@ -236,6 +248,7 @@ class Stager:
         """
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
+        idle: list[Slot] = []
         with _name_unwritable(plan.origin), plan.locks, use_device(plan.computed):
             for part in plan.parts:
                 if part.staged_in:
@@ -243,6 +256,7 @@ class Stager:
                     continue
                 slot, seconds = self._slots.acquire(plan.origin, part.component, part.layout.nbytes)
                 plan.locks.callback(slot.unlock)
+                idle += self._slots.list_idle(plan.origin, part.component, slot)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part)))
             if plan.again and all(not s.free and s.holds == ticket for s, ticket in filled):
@@ -257,6 +271,8 @@ class Stager:
                 slot.holds = ticket
                 images.append(ticket.image)
         stall_s = self._measure_stall(plan)
+        if idle:
+            self._begin_beside(partial(_give_back, idle))
         return Staged(plan.components, plan.nbytes, stall_s, waited, tuple(images))
 
     def _measure_stall(self, plan: StagePlan) -> float:
@@ -342,22 +358,43 @@ class Stager:
             write_version_tag(slot.path, published)
         return published
 
-    def prewarm(self, role: str, component: str, rank: int, nbytes: int) -> None:
-        """Map and touch the slots of a component, so that the first save is as fast as later ones.
+    def prewarm(self, find: Callable[[], Iterable[tuple[str, str, int, int]]]) -> None:
+        """Map and touch memory in a thread, so that the first save is as fast as later ones.
 
-        In a process that uses CUDA the memory is page-locked as well.
-
-        Raises:
-            SpoolFullError: the spool has no room.
+        ``find``, which the thread calls, returns role, component, rank and bytes of the images. A
+        save ends the thread, and touches the rest. In a process that uses CUDA the memory is
+        page-locked as well.
         """
-        for slot in self._slots.list_slots(role, component, rank):
-            if slot.try_lock():
-                try:
-                    slot.image(nbytes)
-                    if torch.cuda.is_initialized():
-                        slot.pin()
-                finally:
-                    slot.unlock()
+
+        def touch(ended: Callable[[], bool]) -> None:
+            for role, component, rank, nbytes in find():
+                key = (role, component, rank)
+                if key not in self._layouts and (slot := self._slots.find_next(*key)):
+                    slot.touch(nbytes, ended)
+
+        self._begin_beside(touch)
+
+    def _begin_beside(self, work: Callable[[Callable[[], bool]], None]) -> None:
+        """Begin work on slots in a thread of low priority, which the next save ends."""
+        self._end_beside()
+        ended = threading.Event()
+
+        def run() -> None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread
+            try:
+                work(ended.is_set)
+            except (TrinitySyncError, OSError) as error:
+                logger.warning("Saves will be slow, or fail: %s", error)
+
+        self._beside = ended, threading.Thread(target=run, name=BESIDE, daemon=True)
+        self._beside[1].start()
+
+    def _end_beside(self) -> None:
+        if self._beside:
+            ended, thread = self._beside
+            self._beside = None
+            ended.set()
+            thread.join()
 
     def wait_at_most(self, seconds: float) -> None:
         """Lower the time in seconds to wait for a slot: the process is about to end."""
@@ -365,6 +402,7 @@ class Stager:
 
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""
+        self._end_beside()
         self._slots.close()
 
     def _fill(self, slot: Slot, plan: StagePlan, part: _Part) -> Ticket:
@@ -400,6 +438,33 @@ class Stager:
             stall_s=0.0,
             **vars(plan.origin),
         )
+
+
+def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
+    """Return a size in bytes, or that of the image of a module's or optimizer's state.
+
+    An optimizer with ``betas`` has two tensors a parameter, and one with ``momentum`` one.
+    """
+    if isinstance(size, int):
+        return size
+    count = 1
+    if isinstance(size, torch.nn.Module):
+        tensors = [*size.parameters(), *size.buffers()]
+    else:
+        tensors = [each for group in size.param_groups for each in group["params"]]
+        count = 2 if "betas" in size.defaults else int(bool(size.defaults.get("momentum")))
+    return count * sum(get_shard(each).nbytes + ALIGNMENT for each in tensors)
+
+
+def _give_back(slots: Sequence[Slot], ended: Callable[[], bool]) -> None:
+    """Give the memory of slots back that saves do without, if no reader can want it."""
+    for slot in slots:
+        if slot.free and not slot.published and slot.try_lock():
+            try:
+                if slot.free and not slot.published:
+                    slot.give_back(ended)
+            finally:
+                slot.unlock()
 
 
 def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:

@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.disk import flip_a_byte
-from tests.support.job import Job
+from tests.support.job import Job, mapped_nbytes
 from tests.unit.conftest import Open
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.errors import CommitError, ConfigError, SaveError, SupersededError
@@ -111,6 +114,41 @@ def test_a_step_that_was_superseded_counts_again_after_a_resume_from_it(
     job.stage(31, state(31), run=2)
     with pytest.raises(SupersededError, match="run 3 resumed from step 40"):
         job.commit(31, run=2)
+
+
+def test_a_run_that_has_resumed_touches_the_memory_of_its_first_save(
+    saved: Path, coordinator_of: Open, job: Job
+) -> None:
+    shutil.rmtree(job.spool.folder)  # as on another node
+    resumed = coordinator_of(run_key="second")
+    resumed.load(40)
+    assert resumed._stager._beside
+    resumed._stager._beside[1].join()
+    slot = job.spool.slot("actor", "model", 0, 0)
+    assert mapped_nbytes(slot) >= 20_000
+    resumed.save(41, state(41))
+    assert [each.slot for each in job.spool.tickets()[0]] == [slot]
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD]
+)
+def test_memory_for_a_model_and_its_optimizer_fits_their_images(
+    coordinator_of: Open, job: Job, make: Callable[..., torch.optim.Optimizer]
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.BatchNorm1d(700))
+    optimizer = make(model.parameters(), lr=0.1)
+    saves = coordinator_of()
+    saves.prewarm({"model": model, "optim": optimizer, "extra_state": 10_000})
+    assert saves._stager._beside
+    saves._stager._beside[1].join()
+    slots = [job.spool.slot("actor", name, 0, 0) for name in ("model", "optim")]
+    sizes = [slot.stat().st_size for slot in slots]
+    model(torch.ones(2, 700)).sum().backward()
+    optimizer.step()
+    saves.save(1, {"model": model.state_dict(), "optim": optimizer.state_dict()})
+    assert [slot.stat().st_size for slot in slots] == sizes
+    assert sum(sizes) <= 4 * (2 << 20) + 4 * sum(each.numel() for each in model.parameters()) * 3
 
 
 def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:

@@ -8,6 +8,7 @@ import signal
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 from tests.support.forked import Program
-from tests.support.job import Job
+from tests.support.job import Job, mapped_nbytes
 from tests.support.meanwhile import when_opened
+from tests.support.waiting import WAIT_S
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.snapshot import slot_pool
@@ -215,7 +217,7 @@ def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) 
         f"""
         import os, signal, torch
         from pathlib import Path
-        from tests.support.job import Job
+        from tests.support.job import Job, mapped_nbytes
         from trinity_sync.snapshot.spool import JobSpool
         job = Job(Path({str(job.root)!r}), JobSpool(Path({str(job.spool.folder)!r})))
         for step in (1, 2):
@@ -300,15 +302,83 @@ def test_an_image_that_is_being_written_is_never_evicted(job: Job) -> None:
     assert staged_state(job, 1)["w"].tolist() == [1, 1, 1]
 
 
+def prewarm(stager: Stager, nbytes: int) -> None:
+    """Prewarm memory for a model, to the end."""
+    stager.prewarm(lambda: [("actor", "model", 0, nbytes)])
+    assert stager._beside
+    stager._beside[1].join()
+
+
+def test_prewarming_touches_the_memory_of_the_next_image_and_of_no_other(job: Job) -> None:
+    prewarm(job.stager(), 40 << 20)
+    first, second = (job.spool.slot("actor", "model", 0, number) for number in (0, 1))
+    assert mapped_nbytes(first) >= 40 << 20
+    assert second.stat().st_blocks == 0
+    job.stage(1, {"model": {"w": torch.ones(10 << 20)}})
+    assert staged_state(job, 1)["w"].all()
+
+
+def test_a_save_ends_what_touches_memory_and_uses_its_slot(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touching = threading.Event()
+
+    def touch(slot: Slot, nbytes: int, ended: Callable[[], bool]) -> None:
+        touching.set()
+        while not ended():
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Slot, "touch", touch)
+    job.stager().prewarm(lambda: [("actor", "model", 0, 100)])
+    assert touching.wait(WAIT_S)
+    job.stage(1, {"model": {"w": torch.ones(3)}})
+    assert [sealed.slot for sealed in job.spool.tickets()[0]] == [
+        job.spool.slot("actor", "model", 0, 0)
+    ]
+
+
+def test_a_second_slot_that_saves_do_without_is_given_back(job: Job) -> None:
+    state = {"model": {"w": torch.ones(10 << 20)}}
+    second = job.spool.slot("actor", "model", 0, 1)
+    for step in range(1, 3):
+        job.stage(step, state)
+    for step in range(1, 3):
+        job.commit(step)
+    assert second.stat().st_blocks
+    for step in range(3, 14):
+        job.commit_states(step, state)
+    job.stager()._end_beside()
+    assert second.stat().st_blocks == 0
+    for step in range(14, 16):
+        job.stage(step, state)
+    assert staged_state(job, 14)["w"].all()
+    assert staged_state(job, 15)["w"].all()
+
+
+def test_a_version_that_readers_may_want_is_not_given_back(job: Job) -> None:
+    state = {"model": {"w": torch.ones(1 << 20)}}
+    job.stage(1, state)
+    job.stage(2, state)
+    assert job.stager().publish(job.origin(2), "model")
+    job.commit(1)
+    job.commit(2)
+    for step in range(3, 14):
+        job.commit_states(step, state)
+    job.stager()._end_beside()
+    assert job.spool.slot("actor", "model", 0, 1).stat().st_blocks
+    job.stage(14, state)
+    assert job.stager().holds(job.origin(2), "model", state["model"])
+
+
 def test_a_slot_that_is_being_filled_keeps_its_lock_while_slots_are_prewarmed(job: Job) -> None:
     slot = job.stager()._slots.list_slots("actor", "model", 0)[0]
     assert slot.try_lock()
-    job.stager().prewarm("actor", "model", 0, 1 << 20)
+    prewarm(job.stager(), 1 << 20)
     other = Slot(slot.path)
     assert not other.try_lock()
     slot.unlock()
     assert other.try_lock()
-    job.stager().prewarm("actor", "model", 0, 1 << 20)
+    prewarm(job.stager(), 1 << 20)
     other.close(remove=False)
 
 
@@ -325,9 +395,8 @@ def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
 def test_a_spool_that_is_too_small_says_how_many_bytes_it_lacks(job: Job) -> None:
     with pytest.raises(SpoolFullError, match=r"TRINITY_SYNC_SPOOL"):
         job.spool.require_room(1 << 60)
-    stager = job.stager()
     with pytest.raises(SpoolFullError, match=r"needs [\d,]+ more bytes and [\d,]+ are free"):
-        stager.prewarm("actor", "model", 0, 1 << 50)
+        Slot(job.spool.slot("actor", "model", 0, 0)).image(1 << 50)
     job.stage(1, {"model": {"w": torch.zeros(3)}})  # and goes on working
 
 
@@ -440,7 +509,7 @@ def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Pat
     spool.remove_if_unused()
     assert not spool.folder.exists()
     stager = Stager(spool)
-    stager.prewarm("actor", "model", 0, 4096)
+    prewarm(stager, 4096)
     assert spool.read_root() == tmp_path / "ckpts"
     stager.close()
 

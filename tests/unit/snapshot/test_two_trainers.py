@@ -88,7 +88,8 @@ def test_each_commit_holds_its_own_run_in_any_order_of_turns(
         numel = 900_000 if chance.random() < 0.1 else 5000
         what = chance.choice(["upload", "publish", "save", "save the upload", "prewarm"])
         if what == "prewarm":
-            trainer.stager.prewarm("actor", "model", 0, chance.choice([100, 8 << 20]))
+            nbytes = chance.choice([100, 8 << 20])
+            trainer.stager.prewarm(lambda nbytes=nbytes: [("actor", "model", 0, nbytes)])
         elif what == "upload":
             trainer.upload(step)
             uploaded[trainer] = step
