@@ -34,6 +34,9 @@ T = TypeVar("T")
 AFTERMATH_S = 1.0
 """Seconds after a save in which the work that it leaves is measured."""
 
+BEFORE_FIRST_S = 3.0
+"""Seconds of training before the first save."""
+
 WARM_UP = 2
 """Saves of each system before any is measured: the first one makes what the second one finds."""
 
@@ -239,3 +242,24 @@ def _losses(case: Case, samples: Samples) -> Samples:
         elif system != BASELINE or metric == "trained":
             result[system, metric] = values
     return result
+
+
+def first_save(size: Size, name: str, folder: Path, shared: Path) -> Samples:
+    """Return the stall of a process's first save, after some seconds of training, and a memcpy."""
+    system_type = find(name)
+    if isinstance(system_type, str):
+        return {}
+    training = Training(size, shared)
+    limit = Limits(size.nbytes // size.ranks, folder)
+    system = system_type(training, folder)
+    until = time.monotonic() + BEFORE_FIRST_S
+    while time.monotonic() < until:
+        training.step()
+    dist.barrier()
+    began = time.perf_counter()
+    system.save(1)
+    system.before_update()
+    stall = time.perf_counter() - began
+    system.wait()
+    system.close()
+    return {(name, "stall"): [stall], ("warm memcpy", "stall"): [limit.memcpy_s()]}

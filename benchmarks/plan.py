@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 TURNS = 5
 WINDOW = 3
 """Steps of training: a save slows the first ones."""
-EVERYBODY = tuple(name for name in SYSTEMS if "overlapped" not in name and "Prefect" not in name)
+FIRST = ("trinity_sync", "trinity_sync, prewarmed", "DCP async, process", "torch-checkpointing")
+"""Systems whose first save is measured."""
+EVERYBODY = tuple(
+    name
+    for name in SYSTEMS
+    if not any(word in name for word in ("overlapped", "Prefect", "prewarmed"))
+)
 MAIN = ("trinity_sync", "torch.save", "DCP async, process", "torch-checkpointing")
 MANY = ("trinity_sync", "torch.save", "DCP async, thread", "torch-checkpointing")
 """The peers of the least stall, where each turn takes long."""
@@ -40,6 +46,9 @@ def quick(run: "Run") -> Iterator[str]:
     trained = make_case(small.size, OVERLAPPED, turns=3, window=WINDOW)
     yield trained.name
     run.case(trained, held=4)
+    first = replace(make_case(small.size, FIRST, turns=3), name="first save, 0.25 GiB")
+    yield first.name
+    run.first(first)
 
 
 def full(run: "Run") -> Iterator[str]:
@@ -80,6 +89,9 @@ def full(run: "Run") -> Iterator[str]:
         run.case(case, held)
     yield "layout"
     run.fixed_cost(Size(1 << 28, 3000), TURNS)
+    first = replace(make_case(middle, FIRST), name="first save, 1 GiB")
+    yield first.name
+    run.first(first)
     yield "memory"
     holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
     run.memory(replace(make_case(middle, (*holding, "torch-checkpointing")), name="memory, 1 GiB"))

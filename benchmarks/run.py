@@ -116,6 +116,18 @@ class Run:
         samples = self.on_ranks(1, "benchmarks.layout:fixed_cost", size, runs)
         self.records += records_of(f"layout, {size.tensors} tensors", size, samples)
 
+    def first(self, case: "Case") -> None:
+        """Measure the first save of a process, each time in a new one."""
+        from benchmarks.cases import shuffled
+        from benchmarks.measure import joined, records_of
+
+        parts: list[Samples] = []
+        for turn in range(case.turns):
+            for name in shuffled(case.systems, turn):
+                program = "benchmarks.cases:first_save"
+                parts.append(self.on_ranks(case.size.ranks, program, case.size, name))
+        self.records += records_of(case.name, case.size, joined(*parts))
+
     def memory(self, case: "Case") -> None:
         """Measure the memory of a case's systems, one after the other."""
         from benchmarks.measure import records_of

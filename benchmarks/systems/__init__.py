@@ -7,6 +7,7 @@ from benchmarks.systems.base import System
 SYSTEMS = {
     "trinity_sync": "trinity:Trinity",
     "trinity_sync, in place": "trinity:InPlace",
+    "trinity_sync, prewarmed": "trinity:Prewarmed",
     "trinity_sync, overlapped": "trinity:Overlapped",
     "trinity_sync, recycled files": "trinity:Recycled",
     "trinity_sync + saver": "trinity_drivers:WithSaver",

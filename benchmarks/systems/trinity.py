@@ -19,7 +19,7 @@ from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_st
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import Stager
+from trinity_sync.snapshot.stager import Stager, estimate_nbytes
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.placement import NodeShards
@@ -86,8 +86,8 @@ class Trinity(Committed):
     def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
         self.spool = open_job_spool(training.shared / "spool", folder)
-        stager = Stager(self.spool, slots=self.at_once)
-        self._states = StateSaver(stager, lambda origin, _: self._write(origin.step))
+        self._stager = Stager(self.spool, slots=self.at_once)
+        self._states = StateSaver(self._stager, lambda origin, _: self._write(origin.step))
         self._writer: ProcessPoolExecutor | None = None
         if training.rank == 0:
             context = multiprocessing.get_context("spawn")
@@ -124,6 +124,21 @@ class Trinity(Committed):
         if self._writer:
             self._writer.shutdown()
         self._states.close()
+
+
+class Prewarmed(Trinity):
+    """Told of model and optimizer before the training, or resumed."""
+
+    name = "trinity_sync, prewarmed"
+
+    def __init__(self, training: "Training", folder: Path) -> None:
+        super().__init__(training, folder)
+        sources = {"model": training.model, "optim": training.optimizer}
+        sizes = [
+            (ROLES[0], name, training.rank, estimate_nbytes(source))
+            for name, source in sources.items()
+        ]
+        self._stager.prewarm(lambda: sizes)
 
 
 class InPlace(Trinity):
