@@ -189,6 +189,8 @@ def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> St
     auth = _ray_auth(settings.home) | (_LOOPBACK if host == LOCAL_HOST else {})
     state = replace(state, ray=None, ray_address="", ray_auth=auth, host=host)
     options = ["--head", f"--port={port}", f"--node-ip-address={host}"]
+    # free ports, should another release start these servers: nodes of a machine do not conflict
+    options += [f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}"]
     options += ["--include-dashboard=false", "--no-monitor", "--include-log-monitor=false"]
     return _start_ray_node(options, settings, stack, state)
 
