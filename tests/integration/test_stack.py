@@ -137,6 +137,28 @@ def test_a_killed_worker_is_started_again_and_the_rest_left_alone(
     saves.wait_all(60)
 
 
+@pytest.mark.parametrize(
+    "names", [("worker",), pytest.param(("server", "raylet"), marks=pytest.mark.slow)]
+)
+def test_what_hangs_is_named_and_started_again(
+    saves: CheckpointCoordinator, stack_settings: Settings, names: tuple[str, ...]
+) -> None:
+    before = embedded.find(stack_settings)
+    for process in processes_of(before):
+        if process.name() in names or process.pid == getattr(before, names[0]).pid:
+            process.suspend()
+    told = run("status")
+    assert (told.returncode, "trinity-sync up starts" in told.stderr) == (3, True)
+    assert told.stdout.count("unresponsive") == len(names)
+    after = embedded.up(stack_settings)
+    assert (after.server == before.server, after.worker == before.worker) == (
+        len(names) == 1,
+        False,
+    )
+    saves.save(1, {"model": {"w": torch.zeros(9)}})
+    saves.wait_all(60)
+
+
 def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
     stack: StackState, stack_settings: Settings
 ) -> None:
@@ -342,7 +364,7 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
     with subprocess.Popen([*COMMAND, *arguments, "--cpus", "1"], env=env) as running:
         try:
             first = started(lambda state: True)
-            os.kill(first.worker.pid, signal.SIGKILL)
+            os.kill(first.worker.pid, signal.SIGSTOP)
             second = started(lambda state: state.worker != first.worker)
             assert (second.server, second.ray) == (first.server, first.ray)
             os.kill(second.ray.pid, signal.SIGKILL)

@@ -49,7 +49,8 @@ def up(
     """Start the stack: Prefect server, Ray and flow worker.
 
     What has not started before is started alone, and missing deployments are made again. If the
-    server or Ray died, all services are stopped and started again, at the same addresses.
+    server or Ray has died or does not answer, all services are stopped and started again, at the
+    same addresses.
     """
     from trinity_sync.stack import embedded
 
@@ -179,9 +180,9 @@ def down(yes: Yes = False, output: Output = "table") -> None:
 
 @app.command(
     "status", "status -o json", panel="Run the stack",
-    note="Exit code 3 if a service that is used does not run, no worker is online, a deployment is "
-        "missing, or the environment overrides a service; or saves wait for a saver, and none "
-        "lives.",
+    note="Exit code 3 if a service that is used does not run or answer, no worker is online, a "
+        "deployment is missing, or the environment overrides a service; or saves wait for a saver, "
+        "and none lives or answers.",
 )  # fmt: skip
 def status(output: Output = "table") -> None:
     """Show the services, their addresses, whether a worker is online, and what waits in memory."""
@@ -194,11 +195,19 @@ def status(output: Output = "table") -> None:
     down = {each.state for each in report.services} - {"running", "external", "not used", "idle"}
     if report.workers_online and report.services[2].state == "absent":  # that of another machine
         down.discard("absent")
-    if down & {"dead", "absent"}:
-        hint = "trinity-sync up starts what does not run; trinity-sync logs says why it ended"
+    hang = [each for each in report.services if each.state == "unresponsive"]
+    if savers := [str(each.pid) for each in hang if each.name == "saver"]:
+        typer.echo(
+            f"hint: the next save starts another saver after: kill -9 {' '.join(savers)}", err=True
+        )
+    if down & {"dead", "absent"} or len(hang) > len(savers):
+        hint = "trinity-sync up starts what does not run or answer; trinity-sync logs says why"
         if is_alone:  # the saver
             hint = "start the training again, or run: trinity-sync retry ROOT STEP"
         typer.echo(f"hint: {hint}", err=True)
+    if "unknown" in down:
+        where = "in the container, or on the machine, of the stack, which alone sees its processes"
+        typer.echo(f"hint: run it {where}", err=True)
     works = not (down or report.overrides or report.undeployed)
     works = works and (is_alone or bool(report.workers_online))
     raise typer.Exit(DONE if works else PROBLEM_FOUND)

@@ -14,7 +14,9 @@ import base64
 import json
 import os
 import re
+import socket
 import ssl
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -133,6 +135,11 @@ class PrefectConnection:
             PrefectApiError: the server does not answer as it should; the message says what to do.
         """
         server = self.find_server()
+        if server.is_own and server.login and (user := find_other_user(server.url)):
+            raise PrefectApiError(
+                f"at {hide_password(server.url)}, where the local stack was, a process of user "
+                f"{user} listens, which is not told the password. Run: trinity-sync up"
+            )
         if server != self._connected_to:
             await self.close()
             self._connected_to = server
@@ -174,6 +181,21 @@ class PrefectConnection:
                 pass  # an idle connection that the server was just closing
             await asyncio.sleep(wait_s)
         return await send()
+
+
+def find_other_user(url: str) -> int:
+    """Return another user of this node, not root, whose process listens at a URL; 0 for none."""
+    parsed = urlsplit(_normalize(url))
+    with suppress(OSError, ValueError, TypeError):  # a name instead of an address
+        address = int.from_bytes(socket.inet_aton(str(parsed.hostname)), sys.byteorder)
+        hosts = (address, 0) if str(parsed.hostname).startswith("127.") else (address,)
+        ends = tuple(f"{each:08X}:{parsed.port:04X}" for each in hosts)
+        for table in ("tcp", "tcp6"):
+            for row in Path(f"/proc/net/{table}").read_text().splitlines():
+                fields = row.split()
+                if fields[3] == "0A" and fields[1].endswith(ends):
+                    return 0 if int(fields[7]) == os.getuid() else int(fields[7])
+    return 0
 
 
 def compute_clock_skew(date: str | None, before: float, after: float) -> float:

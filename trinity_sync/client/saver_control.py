@@ -15,6 +15,7 @@ worker of the node starts one of its own.
 """
 
 import errno
+import fcntl
 import hashlib
 import logging
 import math
@@ -24,6 +25,7 @@ import signal
 import stat
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +49,8 @@ OF_WORKER = "-worker"
 """End of the name of a saver that a worker starts."""
 CONNECT_S = 5.0
 """Seconds for which a process waits for the pipe of a saver that it has started."""
+SILENT_S = 10.0
+"""Seconds in which a saver that does not hang reads its pipe; its look at a job takes one."""
 STARTS = 2
 """Savers in a row that end before they serve, after which saves fail; the first may have been
 killed, or started before what is wrong was repaired."""
@@ -256,14 +260,30 @@ def wake_path(spool: Path, name: str) -> Path:
     return spool / f"saver-{name}.wake"
 
 
-def list_savers(spool: Path) -> list[int]:
-    """Return the process ids of the savers of a spool that live; 0 for one that does not tell."""
-    found = []
+def list_savers(spool: Path) -> dict[int, str]:
+    """Return the savers of a spool that live: names by process id, 0 for one that does not tell."""
+    found = {}
     for path in list_paths(spool, "saver-*.lock"):
         with suppress(OSError), closing(LockFile(path, os.O_RDONLY)) as lock:
             if not lock.try_acquire(shared=True):
-                found.append(parse_number(os.read(lock.fd, 20).decode()) or 0)
+                pid = parse_number(os.read(lock.fd, 20).decode()) or 0
+                found[pid] = path.name.removeprefix("saver-").removesuffix(".lock")
     return found
+
+
+def answers(spool: Path, name: str) -> bool:
+    """Return whether a saver that lives reads its pipe within `SILENT_S`."""
+    until = time.monotonic() + SILENT_S
+    with suppress(OSError):  # it begins or ends
+        pipe = os.open(wake_path(spool, name), os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(pipe, "wb", buffering=0) as file:  # noqa: PTH123
+            with suppress(BlockingIOError):
+                file.write(b"\n")
+            while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.02)
+    return True
 
 
 def read_served(folder: Path, name: str) -> Serving | None:

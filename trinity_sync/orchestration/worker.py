@@ -343,8 +343,9 @@ class TrinitySyncWorker(
         lives = partial(self._lock, WORKER)
         recover = partial(self._recovery.recover_flow_runs, self._api, self.pool_name)
         serve = partial(self._recovery.serve_images, self._api)
+        beat = partial(run_in_thread, tell_heartbeat, self._trinity.home)
         polled: dict[Callable[[], Any], float] = {touch: TOUCH_S}
-        polled |= dict.fromkeys((lives, self.set_clock, recover, serve), POLL_S)
+        polled |= dict.fromkeys((lives, beat, self.set_clock, recover, serve), POLL_S)
         self.start_service(partial(self._serve, self._listen))
         for work, pause_s in polled.items():
             self.start_service(partial(self._serve, partial(self._poll, work, pause_s)))
@@ -436,6 +437,12 @@ def touch_files(home: Path) -> None:
     for path in [home, *home.glob("*"), *folders, *below]:
         with suppress(OSError):  # removed meanwhile, or of a home that cannot be written
             os.utime(path, follow_symlinks=False)
+
+
+def tell_heartbeat(home: Path) -> None:
+    """Tell `status` that this worker does not hang, by the time of its log."""
+    with suppress(OSError):  # there is no stack
+        (home / "logs/worker.log").touch()
 
 
 def load_flow(entrypoint: str | None) -> Flow[..., Any]:

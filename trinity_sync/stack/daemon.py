@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S, TELL_S = 0.25, 10.0
 """Seconds between two polls of a daemon that starts, and between two messages about it."""
+SILENT_S, BUSY_S = 10.0, 60.0
+"""Seconds without an answer after which a daemon hangs, and for which it may wait for a CPU."""
 ERROR_LINE = re.compile(
     r"error|exception(?! occurred)|fail|timed out|cannot|refused|denied|in use", re.IGNORECASE
 )  # Prefect's last line is "An exception occurred."
@@ -61,8 +64,13 @@ class Daemon:
         return float(self.process.partition("/")[2])
 
 
-def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> Daemon:
-    """Start a daemon whose output is appended to ``log``, in a folder that only this user reads."""
+def start(
+    command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, fds: Sequence[int] = ()
+) -> Daemon:
+    """Start a daemon whose output is appended to ``log``, in a folder that only this user reads.
+
+    It inherits the open files ``fds``.
+    """
     make_private_folder(log.parent)
     with log.open("ab") as output:
         log_from = output.tell()
@@ -74,6 +82,7 @@ def start(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Pat
             env=dict(env),
             cwd=cwd,
             start_new_session=True,
+            pass_fds=fds,
         )
     _started.append(child)
     try:
@@ -96,7 +105,7 @@ def lower_priority(daemon: Daemon, nice: int) -> None:
     containers. There, the niceness of a process counts within its session only, so the session of
     the daemon gets the same niceness.
     """
-    for process in _find_family(daemon):
+    for process in find_family(daemon):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended
             for thread in process.threads():  # each has a niceness of its own
                 if nice > os.getpriority(os.PRIO_PROCESS, thread.id):
@@ -143,6 +152,24 @@ def await_ready(
     logger.info("%s is ready", service)
 
 
+def check(
+    service: str, daemon: Daemon, answers: Callable[[], bool]
+) -> Literal["running", "unresponsive", "dead"]:
+    """Return whether a daemon answers within `SILENT_S`; its wait for a CPU does not count."""
+    began, waited_s = time.monotonic(), _read_cpu_wait(daemon)
+    while daemon.lives:
+        if answers():
+            return "running"
+        past_s = time.monotonic() - began
+        if past_s - (_read_cpu_wait(daemon) - waited_s) > SILENT_S:
+            logger.info("%s has not answered for %.0f s: %s", service, past_s, daemon.log)
+            return "unresponsive"
+        if past_s > BUSY_S:  # another one would get no CPU either
+            return "running"
+        time.sleep(POLL_S)
+    return "dead"
+
+
 def _read_cpu_wait(daemon: Daemon) -> float:
     """Return the seconds for which a daemon could have run, and others had the CPUs."""
     try:
@@ -170,16 +197,17 @@ def stop(daemon: Daemon, timeout_s: float) -> None:
     It gets SIGKILL after ``timeout_s``, and may have ended already.
     """
     deadline = time.monotonic() + timeout_s
-    family = _find_family(daemon)
+    family = find_family(daemon)
     leader = {process for process in family if process.pid == daemon.pid}
     for process in leader or family:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
+            process.resume()  # a stopped one gets the signal then
     if leader:
         _wait(leader, deadline - time.monotonic())
-        family |= _find_family(daemon)
+        family |= find_family(daemon)
     _wait(family, min(deadline - time.monotonic(), 5.0))
-    for process in family | _find_family(daemon):
+    for process in family | find_family(daemon):
         with suppress(psutil.NoSuchProcess):
             process.kill()
     _wait(family, 5.0)
@@ -200,7 +228,7 @@ def _wait(processes: set[psutil.Process], timeout_s: float) -> None:
         return
 
 
-def _find_family(daemon: Daemon) -> set[psutil.Process]:
+def find_family(daemon: Daemon) -> set[psutil.Process]:
     """Return the living processes of a daemon's session, and their descendants in other sessions.
 
     ``Process.children`` fails where the kernel hides other users' processes (``hidepid``).
@@ -215,6 +243,14 @@ def _find_family(daemon: Daemon) -> set[psutil.Process]:
         found = set(members)
         members |= {pid for pid, each in processes.items() if each.info["ppid"] in found}
     return {processes[pid] for pid in members if (_read_start(pid) or 0.0) >= daemon.started_at}
+
+
+def list_addresses(pid: int) -> list[tuple[str, int]]:
+    """Return where a process listens; nothing if it has ended."""
+    with suppress(psutil.Error):
+        found = psutil.Process(pid).net_connections("tcp")
+        return [tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN]
+    return []
 
 
 def _read_start(pid: int) -> float | None:

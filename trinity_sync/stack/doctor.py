@@ -55,9 +55,11 @@ def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
         yield Check("stack", "ok", "not used: savers commit all saves")
     elif not list_missing_packages():
         yield from _guard("prefect server", lambda: _check_server(settings, stack))
-        yield from _guard("services", lambda: _check_services(state))
-        yield from _guard("ray", lambda: _check_ray(settings, stack))
-        yield from _guard("access", lambda: _check_access(stack, state))
+        own = state or StackState()
+        yield from (problems := [*_guard("services", lambda: _check_services(own))])
+        if not problems:
+            yield from _guard("ray", lambda: _check_ray(settings, stack, own))
+            yield from _guard("access", lambda: _check_access(stack, own))
     else:
         found = f"not installed in {sys.prefix}; server, worker and Ray are not checked"
         yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
@@ -179,12 +181,14 @@ async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
     )
 
 
-def _check_services(state: StackState | None) -> Iterator[Check]:
-    for name in ("server", "ray", "worker"):
-        service = getattr(state, name, None)
-        if service and not service.lives:
-            found = f"process {service.pid}, which up started, has ended; its log: {service.log}"
-            yield Check(f"{name} of this machine", "fail", found, "run: trinity-sync up")
+def _check_services(state: StackState) -> Iterator[Check]:
+    problems = {"dead": "has ended", "unresponsive": "does not answer", "unknown": "is elsewhere"}
+    for name in embedded.NAMES:
+        each = embedded.check_service(state, name)
+        if why := problems.get(each.state):
+            found = f"process {each.pid}, which up started, {why}; its log: {each.log}"
+            where = " where it was started" * (each.state == "unknown")
+            yield Check(f"{name} of this machine", "fail", found, f"run: trinity-sync up{where}")
 
 
 def _check_clock(skew: float) -> Check:
@@ -195,22 +199,25 @@ def _check_clock(skew: float) -> Check:
     return Check("clock", "warn", found, "synchronize the clocks (NTP)")
 
 
-def _check_ray(settings: Settings, stack: StackSettings) -> Iterator[Check]:
-    state = embedded.find(settings)
-    address = stack.ray.address or (state.ray_address if state else "")
+def _check_ray(settings: Settings, stack: StackSettings, state: StackState) -> Iterator[Check]:
+    state = state.with_external("", stack.ray.address)
+    address = state.ray_address
     if not address:
         yield Check("ray", "fail", "no cluster is known", "run: trinity-sync up")
     elif not services.accepts_connections(address):
         todo = "start it there, or correct address in [ray]"
         yield Check("ray", "fail", f"nothing answers at {address}", todo)
+    elif why := services.try_task(settings, stack, state):
+        todo = "run: trinity-sync restart" if state.ray else "start it again there"
+        yield Check("ray", "fail", f"runs no task at {address}: {why}", todo)
     else:
-        yield Check("ray", "ok", f"a server listens at {address}")
+        yield Check("ray", "ok", f"has run a task at {address}")
 
 
-def _check_access(stack: StackSettings, state: StackState | None) -> Iterator[Check]:
+def _check_access(stack: StackSettings, state: StackState) -> Iterator[Check]:
     """Check that server and Ray cluster refuse connections without credentials."""
     try:
-        if state and state.lives and (refused := services.require_refusals(stack, state)):
+        if refused := services.require_refusals(stack, state):
             found = f"refused without credentials by {' and '.join(refused)}"
             yield Check("access", "ok", found)
     except StackError as error:
@@ -231,9 +238,10 @@ def _check_savers(settings: Settings, is_alone: bool) -> Iterator[Check]:
     """Check that a saver lives where saves wait for one, and how the last one has ended."""
     for each in embedded.check_savers(settings, is_alone=is_alone):
         found = f"process {each.pid}" if each.pid else "none lives, the next save starts one"
-        is_dead, found = each.state == "dead", f"{found}; its log: {each.log}"
-        todo = "start the training again; or see: trinity-sync status" * is_dead
-        yield Check("saver", "fail" if is_dead else "ok", found, todo)
+        found += " does not answer" * (each.state == "unresponsive") + f"; its log: {each.log}"
+        is_wrong = each.state in ("dead", "unresponsive")
+        todo = "start the training again; or see: trinity-sync status" * is_wrong
+        yield Check("saver", "fail" if is_wrong else "ok", found, todo)
     with suppress(OSError):
         last = (settings.home / LOG).read_text(errors="replace").rstrip().rpartition("\n")[2]
         if last and not last[:4].isdigit():  # a traceback, which no saver has logged

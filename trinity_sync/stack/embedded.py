@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import hide_password
-from trinity_sync.client.saver_control import CONNECT_S, LOG, list_savers
+from trinity_sync.client.saver_control import CONNECT_S, LOG, answers, list_savers
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.orchestration.pipeline import find_missing_deployments
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
@@ -36,8 +38,16 @@ from trinity_sync.stack.state_file import (
 )
 
 API_URL, RAY_ADDRESS = "PREFECT_API_URL", "ray.address"
+NAMES = "server", "ray", "worker"
+LOOKS = 60
+"""Looks at the processes of a stack for each at its answers."""
 STOP_S = 20.0
 """Seconds after which a service that was asked to stop is killed."""
+
+
+ServiceState = Literal[
+    "running", "unresponsive", "dead", "unknown", "external", "away", "absent", "not used", "idle"
+]
 
 
 @dataclass(frozen=True)
@@ -46,10 +56,11 @@ class ServiceStatus:
 
     name: str
     """``server``, ``ray`` or ``worker``, and each ``saver`` of this node."""
-    state: Literal["running", "dead", "external", "away", "absent", "not used", "idle"]
-    """``running`` or ``dead`` for the stack's own, ``external`` or ``away`` for an external one,
-    otherwise ``absent``, and ``not used`` where nothing names a stack. A saver that does not run is
-    ``idle``, or ``dead`` while saves wait for it."""
+    state: ServiceState
+    """``running``, ``unresponsive`` or ``dead`` for the stack's own, ``unknown`` in another PID
+    namespace, ``external`` or ``away`` for an external one, otherwise ``absent``, and ``not used``
+    where nothing names a stack. A saver that does not run is ``idle``, or ``dead`` while saves wait
+    for it."""
     pid: int | None = None
     """Process id."""
     url: str = ""
@@ -106,9 +117,10 @@ def up(
 ) -> StackState:
     """Start a stack, and return when all services work.
 
-    A running stack is returned as it is. If only its flow worker is missing, that is started. If
-    its server or Ray node died, all of it is stopped and started again: at the same addresses, with
-    the settings that it was started with. Saves in flight are then retried from their images.
+    A running stack is returned as it is. If only its flow worker is missing or does not answer,
+    that is started. If its server or Ray node has died or does not answer, all of it is stopped and
+    started again: at the same addresses, with the settings that it was started with. Saves in
+    flight are then retried from their images.
 
     ``stack`` are the settings of a new stack, by default those of the environment and the file;
     ``num_cpus`` is used instead of its ``ray.cpus``. ``timeout_s`` is for each service, see
@@ -122,7 +134,7 @@ def up(
     config = "" if stack else os.environ.get(CONFIG, "")
     stack = stack or StackSettings()
     with lock_home(settings.home):
-        before = read_state(settings.home) or StackState()
+        before = _read_own(settings) or StackState()
         if joining:
             _require_no_stack(settings, before)
             stack = _with_own_address(stack)
@@ -139,7 +151,7 @@ def up(
         try:
             if kept.daemons:
                 has_ray = now.ray or now.joined or "ray_address" in external
-                if has_ray and (not worker or (now.worker and now.worker.lives)):
+                if has_ray and (not worker or (now.worker and _works(now, "worker"))):
                     _deploy(settings, stack, now, timeout_s)
                     return now
                 if now.worker:
@@ -150,10 +162,8 @@ def up(
                 _stop(before)
                 now = joining or (before if before.daemons else read_last_addresses(settings.home))
                 now = replace(now, server=None, ray=None, worker=None, ray_folder="", **made_with)
-                now = _start_server_and_ray(settings, stack, now, external)
-            if worker:  # which deploys
-                _await_server(now, timeout_s)
-            else:
+                now = _start_server_and_ray(settings, stack, now, external, timeout_s)
+            if not worker:  # which deploys
                 _deploy(settings, stack, now, timeout_s)
             require_refusals(stack, replace(now, ray_auth=None))
             works = replace(now, ray=None, ray_folder="", worker=None)
@@ -189,26 +199,43 @@ def _keep_working(works: StackState, stack: StackSettings, error: StackError) ->
 
 
 def keep_up(settings: Settings, state: StackState, **arguments: Any) -> None:
-    """Start again what ends of a stack, as `up` does, until `down` stops it.
+    """Start again what ends or hangs of a stack, as `up` does, until `down` stops it.
 
     Raises:
         StackError: A service did not start.
     """
     while True:
-        while state.lives:
+        looks = count()
+        while state.lives and (next(looks) % LOOKS or _works(state)):
             time.sleep(daemon.POLL_S)
         with lock_home(settings.home):  # `down` holds it until it has stopped all
             state = read_state(settings.home) or StackState()
         if not state.daemons:
             return
-        if not state.lives:  # otherwise another process has started it
+        if not _works(state):  # otherwise another process has started it
             state = up(settings, **arguments)
 
 
+def _works(state: StackState, *names: str) -> bool:
+    """Return whether the stack's own services, by default all, run and answer."""
+    found = (check_service(state, each).state for each in names or NAMES)
+    return all(each in ("running", "absent") for each in found)
+
+
 def _serves(state: StackState, external: Mapping[str, Any]) -> bool:
-    """Return whether the stack's server and Ray node run, and external ones are those of now."""
-    lives = all(part.lives for part in (state.server, state.ray) if part)
-    return lives and all(getattr(state, name) == address for name, address in external.items())
+    """Return whether the stack's server and Ray node answer, and external ones are those of now."""
+    is_same = all(getattr(state, name) == address for name, address in external.items())
+    return is_same and _works(state, "server", "ray")
+
+
+def _read_own(settings: Settings) -> StackState | None:
+    state = read_state(settings.home)
+    if state and state.is_elsewhere:
+        raise StackError(
+            f"the stack in {settings.home} runs in another PID namespace (a container), or on "
+            "another machine. Start and stop it there, or set TRINITY_SYNC_HOME to another folder"
+        )
+    return state
 
 
 def _require_no_stack(settings: Settings, before: StackState) -> None:
@@ -256,7 +283,7 @@ def down(settings: Settings) -> bool:
     if find(settings) is None:
         return False
     with lock_home(settings.home):
-        state = read_state(settings.home)
+        state = _read_own(settings)
         if state:
             _stop(state)
         write_state(settings.home, StackState())
@@ -269,15 +296,12 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     changed = find_changes(state, stack)
     stack = read_running_settings(state) or stack or StackSettings()
     pool, api_url = stack.worker.pool, state.api_url or os.environ.get(API_URL, "")
-    found: tuple[ServiceStatus, ...] = (
-        _check_service("server", state.server, api_url),
-        _check_service("ray", state.ray, state.ray_address or stack.ray.address),
-        _check_service("worker", state.worker, ""),
-    )
+    urls = api_url, state.ray_address or stack.ray.address, ""
+    found = tuple(map(partial(check_service, state), NAMES, urls))
     online = waiting = None
     undeployed: list[str] = []
     reason = ""
-    if found[0].state in ("running", "external", "away"):
+    if found[0].state not in ("dead", "unresponsive", "absent"):
 
         async def ask(api: PrefectApi) -> tuple[int, int, list[str]]:
             online, waiting = await api.read_workers(pool), await api.count_waiting_runs(pool)
@@ -316,7 +340,9 @@ def check_savers(settings: Settings, *, is_alone: bool) -> list[ServiceStatus]:
     """
     log = str(settings.home / LOG)
     if living := list_savers(settings.spool):
-        return [ServiceStatus("saver", "running", pid or None, log=log) for pid in living]
+        states: dict[bool, ServiceState] = {True: "running", False: "unresponsive"}
+        found = ((pid, states[answers(settings.spool, name)]) for pid, name in living.items())
+        return [ServiceStatus("saver", state, pid or None, log=log) for pid, state in found]
     before = time.time() - CONNECT_S  # one may have just been started
     waits = any(each.since < before for each in list_waiting_saves(settings.spool))
     is_dead = is_alone and waits
@@ -380,9 +406,13 @@ def _start(
 
 
 def _start_server_and_ray(
-    settings: Settings, stack: StackSettings, state: StackState, external: Mapping[str, Any]
+    settings: Settings,
+    stack: StackSettings,
+    state: StackState,
+    external: Mapping[str, Any],
+    timeout_s: float,
 ) -> StackState:
-    """Start the server and the Ray node that are not external; they may not be ready yet."""
+    """Start the server and the Ray node that are not external; Ray may not be ready yet."""
     if state.joined:
         return _start(services.join_ray, settings, stack, state)
     now = replace(state, **external)
@@ -390,14 +420,23 @@ def _start_server_and_ray(
         now = _start(services.start_server, settings, stack, now)
     if "ray_address" not in external:
         now = _start(services.start_ray, settings, stack, now)
-    return now
+    return _await_server(settings, stack, now, timeout_s)
 
 
-def _await_server(state: StackState, timeout_s: float) -> None:
-    if state.server:
-        daemon.await_ready(
-            "the Prefect server", state.server, lambda: services.is_server_ready(state), timeout_s
-        )
+def _await_server(
+    settings: Settings, stack: StackSettings, state: StackState, timeout_s: float
+) -> StackState:
+    """Wait until the server is ready; it starts at another port if another process was faster."""
+    while server := state.server:
+        try:
+            is_ready = partial(services.is_server_ready, state)
+            daemon.await_ready("the Prefect server", server, is_ready, timeout_s)
+            break
+        except StackError:
+            if server.lives or not services.accepts_connections(state.api_url):
+                raise
+        state = _start(services.start_server, settings, stack, state)
+    return state
 
 
 def _await_ray(state: StackState, timeout_s: float) -> StackState:
@@ -421,9 +460,12 @@ def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout
     with other packages ``flows`` and ``tasks``, and must not import Ray before it has the token of
     the stack's cluster.
     """
-    _await_server(state, timeout_s)
-    if state.joined or (state.worker and state.worker.lives and not status(settings).undeployed):
+    if state.joined:
         return
+    if state.worker and state.worker.lives:
+        find = partial(find_missing_deployments, pool=stack.worker.pool)
+        if not ask_server(settings, find, state.api_url):
+            return
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
     env = services.build_environment(settings, stack, state)
     try:
@@ -529,12 +571,14 @@ def _list_overrides(state: StackState, stack: StackSettings) -> Iterator[str]:
             )
 
 
-def _check_service(name: str, process: Daemon | None, url: str) -> ServiceStatus:
+def check_service(state: StackState, name: str, url: str = "") -> ServiceStatus:
+    """Return the status of a service of the stack, or of an external one at ``url``."""
+    process: Daemon | None = getattr(state, name)
     shown = hide_password(url)
-    if process:
-        state: Literal["running", "dead"] = "running" if process.lives else "dead"
-        return ServiceStatus(name, state, process.pid, shown, process.log)
-    if not url:
-        return ServiceStatus(name, "absent")
-    external = services.accepts_connections(url)
-    return ServiceStatus(name, "external" if external else "away", url=shown)
+    if process is None:
+        there = url and services.accepts_connections(url)
+        return ServiceStatus(name, "external" if there else "away" if url else "absent", url=shown)
+    now: ServiceState = "unknown"
+    if not state.is_elsewhere:
+        now = daemon.check(name, process, partial(services.answers, state, name))
+    return ServiceStatus(name, now, process.pid, shown, process.log)

@@ -6,6 +6,7 @@ variable with which it is configured would run without it, and whoever reaches a
 code as its user.
 """
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -14,16 +15,22 @@ import stat
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
-from trinity_sync.client.prefect_connection import bypass_proxies
+from trinity_sync.client.prefect_connection import bypass_proxies, find_other_user
 from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.locks import open_lock_file
+from trinity_sync.fs.process import read_process_namespace
 from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES, TASK_PROCESSES
 from trinity_sync.settings import LOCAL_HOST, RAY_FOLDER, Settings, StackSettings, stack_variable
 from trinity_sync.stack import daemon
@@ -32,6 +39,8 @@ from trinity_sync.stack.daemon import Daemon, free_port
 WORKER_MODULE = "trinity_sync.orchestration.worker_main"
 SERVER_MODULE = "trinity_sync.stack.prefect_server"
 RAY_MODULE = "trinity_sync.stack.ray_node"
+LOCK_FILE = "stack.lock"
+"""File in the home of the stack that `up` or `down` locks, and each daemon, by its bytes."""
 PASSWORD_FILE = "server_password"
 """File in the home of the stack with what the Prefect UI asks for, as ``user:password``."""
 RAY_ADDRESS = stack_variable("ray", "address")
@@ -39,6 +48,9 @@ NO_AUTHORITY = Path(__file__).with_name("no_authority.pem")
 """A certificate whose key was thrown away, for processes that use plain HTTP. Prefect's client
 loads a file of authorities nevertheless; all take 40 ms, and a save creates a dozen clients."""
 
+ANSWER_S, HEARTBEAT_S = 5.0, 15.0
+"""Seconds in which Ray answers, and within which a worker has a heartbeat: it has one at a poll."""
+_OF_RAY = "gcs_server", "raylet"
 _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -94,6 +106,13 @@ class StackState:
     server: Daemon | None = None
     ray: Daemon | None = None
     worker: Daemon | None = None
+    namespace: str = field(default_factory=read_process_namespace)
+    """Machine, boot and PID namespace in which the daemons have their pids."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it runs where this process sees no pids, as in another container."""
+        return self.namespace != read_process_namespace()
 
     @property
     def daemons(self) -> list[Daemon]:
@@ -157,8 +176,8 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
     """
     host = stack.server.host
     port = free_port(state.api_url, host, first=stack.server.port)
-    auth = _server_auth(settings, stack, state)
     url = f"http://{host}:{port}/api"
+    auth = _server_auth(settings, stack, state)
     state = replace(state, api_url=url, api_auth=auth, host=host, server=None)
     command = ["-m", SERVER_MODULE, "server", "start", "--host", host, "--port", str(port)]
     env = {**build_environment(settings, stack, state), **_prefect_home(settings)}
@@ -176,7 +195,9 @@ def is_server_ready(state: StackState) -> bool:
         answer = httpx.get(f"{state.api_url}/health", timeout=5, trust_env=False, verify=False)
     except httpx.HTTPError:  # also if another server uses its port
         return False
-    return answer.status_code == 200
+    port = urlsplit(state.api_url).port
+    ours = daemon.list_addresses(state.server.pid) if state.server else [("", port)]
+    return answer.status_code == 200 and port in (each[1] for each in ours)
 
 
 def start_ray(settings: Settings, stack: StackSettings, state: StackState) -> StackState:
@@ -221,6 +242,30 @@ def _start_ray_node(
     env["RAY_worker_niceness"] = str(stack.worker.nice)
     ray = _start("ray", command, settings, env)
     return replace(state, ray=ray)
+
+
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a gRPC client sends first; the server then sends its settings."""
+
+
+def answers(state: StackState, name: str) -> bool:
+    """Return whether a service of the stack answers, or has a heartbeat."""
+    if name == "server":
+        return is_server_ready(state)
+    try:
+        if name == "worker" and state.worker:
+            return time.time() - Path(state.worker.log).stat().st_mtime < HEARTBEAT_S
+        assert state.ray
+        of_ray = [each.pid for each in daemon.find_family(state.ray) if each.name() in _OF_RAY]
+        for address in chain.from_iterable(map(daemon.list_addresses, of_ray)):
+            with socket.create_connection(address, ANSWER_S) as call:
+                call.sendall(_HTTP2)
+                call.recv(1)
+    except (TimeoutError, FileNotFoundError):
+        return False
+    except (OSError, psutil.NoSuchProcess):  # of TLS, or of what ends
+        pass
+    return True
 
 
 def has_ray_joined(ray: Daemon) -> bool:
@@ -323,7 +368,17 @@ def accepts_connections(address: str) -> bool:
 def _start(name: str, command: list[str], settings: Settings, env: dict[str, str]) -> Daemon:
     home = settings.home.absolute()
     log = home / "logs" / f"{name}.log"
-    return daemon.start([sys.executable, *command], env=env, cwd=home, log=log)
+    with open_lock_file(home / LOCK_FILE) as lock:  # `has_daemons` tries it for a moment
+        lock.wait(lambda: lock.try_acquire_range(fcntl.F_RDLCK), TIMEOUT_S)
+        command = [sys.executable, *command]
+        return daemon.start(command, env=env, cwd=home, log=log, fds=[lock.fd])
+
+
+def has_daemons(home: Path) -> bool:
+    """Return whether a daemon of a home lives, also in other containers."""
+    with suppress(OSError), open_lock_file(home / LOCK_FILE) as lock:
+        return not lock.try_acquire_range(fcntl.F_WRLCK)
+    return True  # it cannot be told
 
 
 def _prefect_home(settings: Settings) -> dict[str, str]:
@@ -345,10 +400,14 @@ def _ray_auth(home: Path) -> dict[str, str]:
 def _server_auth(settings: Settings, stack: StackSettings, state: StackState) -> str:
     """Return ``user:password`` for the server: as before, since trainers may have it.
 
-    Empty if it asks for none, or the caller configures a password.
+    Empty if it asks for none, or the caller configures a password. It is a new one if another user
+    has the port, who may have been told the old one.
     """
     if stack.server.password == "none" or os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return ""
+    if find_other_user(state.api_url or f"http://{stack.server.host}:{stack.server.port}"):
+        (settings.home / PASSWORD_FILE).unlink(missing_ok=True)
+        state = replace(state, api_auth="")
     return state.api_auth or _secret(settings.home, PASSWORD_FILE, user="trinity-sync:")
 
 
@@ -372,6 +431,39 @@ def _is_secret(path: Path) -> bool:
 
 
 TIMEOUT_S = 30.0
+TASK = f"""
+import sys, ray
+ray.init(sys.argv[1], namespace="prefect", log_to_driver=False, logging_level="ERROR")
+ray.get(ray.remote(num_cpus=0, max_retries=0)(lambda: None).remote(), timeout={TIMEOUT_S})
+"""
+
+
+def try_task(settings: Settings, stack: StackSettings, state: StackState) -> str:
+    """Have Ray run a task that does nothing, and return why it cannot; "" if it can."""
+    return _try(TASK, state.ray_address, build_environment(settings, stack, state))
+
+
+def _try(program: str, address: str, env: dict[str, str] | None = None) -> str:
+    """Run a program, and return why it fails, as the last line that it writes; "" if it does not.
+
+    It is a process of its own, so that the caller may fork later, which gRPC does not support.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, address],
+            env=env,
+            cwd="/",  # not what lies in the caller's folder
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=2 * TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return "DEADLINE_EXCEEDED"
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[-1] if done.returncode else ""
+
+
 CALL = f"""
 import sys, grpc
 with grpc.insecure_channel(sys.argv[1], [("grpc.enable_http_proxy", 0)]) as channel:
@@ -431,27 +523,11 @@ def accepts_requests(api_url: str) -> bool:
 def accepts_calls(address: str) -> bool:
     """Return whether a Ray cluster answers a call without a token.
 
-    A process of its own makes the call, so that the caller may fork later, which gRPC does not
-    support.
-
     Raises:
         StackError: It neither answers nor refuses the call.
     """
-    try:
-        called = subprocess.run(
-            [sys.executable, "-c", CALL, address],
-            cwd="/",  # not what lies in the caller's folder
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=2 * TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        why = "DEADLINE_EXCEEDED"
-    else:
-        if not called.returncode:
-            return True
-        why = (called.stderr.strip().splitlines() or [f"exit code {called.returncode}"])[-1]
+    if not (why := _try(CALL, address)):
+        return True
     # with TLS, a connection without a certificate of the cluster does not get as far as the token
     if why == "UNAUTHENTICATED" or (why == "UNAVAILABLE" and os.environ.get("RAY_USE_TLS") == "1"):
         return False

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from errno import EPERM
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from trinity_sync.fs.atomic import is_own, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.settings import LOCAL_HOST, Settings
 from trinity_sync.stack.daemon import Daemon
-from trinity_sync.stack.services import StackState, make_home
+from trinity_sync.stack.services import LOCK_FILE, StackState, has_daemons, make_home
 
 INVITATION = "join.json"
 """File name of the invitation, next to the state file."""
@@ -34,7 +34,7 @@ def lock_home(home: Path) -> Iterator[None]:
     """
     try:
         make_home(home)
-        with acquire_file_lock(home / "stack.lock"):
+        with acquire_file_lock(home / LOCK_FILE):
             yield
     except OSError as error:
         raise StackError(
@@ -45,6 +45,9 @@ def lock_home(home: Path) -> Iterator[None]:
 
 def read_state(home: Path) -> StackState | None:
     """Read the state of the stack in ``home``; None if there is none.
+
+    It has no daemons if they were of another boot or PID namespace and have ended: pids mean
+    nothing there.
 
     Raises:
         StackError: The file is corrupted, or others than this user may write it.
@@ -58,7 +61,11 @@ def read_state(home: Path) -> StackState | None:
             body = json.loads(file.read())
         for name in ("server", "ray", "worker"):
             body[name] = body[name] and Daemon(**body[name])
-        return StackState(**body)
+        state = StackState(**body)
+        if state.is_elsewhere and not has_daemons(home):
+            here = StackState().namespace
+            return replace(state, server=None, ray=None, worker=None, namespace=here)
+        return state
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:

@@ -42,6 +42,7 @@ from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.cli.commands import app
+from trinity_sync.client import saver_control
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import (
     LOG,
@@ -141,6 +142,23 @@ def test_a_trainer_that_saves_again_later_finds_the_same_saver(
     libraries = {Path(each.path).name for each in saver.memory_maps()}
     assert not any(name.startswith("libtorch") for name in libraries)
     assert saver.memory_info().rss < 100e6
+
+
+def test_a_saver_that_hangs_is_named_with_what_to_type(
+    coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_control, "SILENT_S", 0.2)
+    saves = coordinator()
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    env = settings.to_variables() | {"PREFECT_API_URL": ""}
+    runs = CliRunner().invoke(app, ["status"], env=env)
+    assert (runs.exit_code, "unresponsive" in runs.output) == (0, False)
+    hangs = suspend_saver(settings.spool)
+    found = CliRunner().invoke(app, ["status"], env=env)
+    assert (found.exit_code, f"kill -9 {hangs.pid}" in found.output) == (3, True)
+    hangs.kill()
+    hangs.wait(60)
+    saves.save(2, {"model": {"w": torch.ones(3)}}).wait(60)
 
 
 def test_a_save_of_an_unchanged_structure_calls_little_and_asks_nothing_of_the_root(

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -89,6 +90,20 @@ def test_a_daemon_that_gets_no_cpu_is_waited_for_longer(tmp_path: Path) -> None:
     finally:
         daemon.stop(others, 5)
         daemon.stop(starved, 5)
+
+
+def test_a_daemon_that_hangs_is_known_and_ends_when_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "SILENT_S", 0.1)
+    hangs = start("import time; time.sleep(60)", tmp_path)
+    os.kill(hangs.pid, signal.SIGSTOP)
+    assert daemon.check("it", hangs, lambda: True) == "running"
+    assert daemon.check("it", hangs, lambda: False) == "unresponsive"
+    began = time.monotonic()
+    daemon.stop(hangs, 60)
+    assert time.monotonic() - began < 30
+    assert daemon.check("it", hangs, lambda: True) == "dead"
 
 
 NAMED = r"""

@@ -19,11 +19,15 @@ from tests.support.job import Job
 from tests.support.savers import await_that, end_savers
 from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.errors import StackError
+from trinity_sync.errors import PrefectApiError, StackError
+from trinity_sync.fs.process import read_process_identity
 from trinity_sync.settings import Settings, StackSettings, default_home
-from trinity_sync.stack import embedded
+from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState, is_server_ready
+from trinity_sync.stack.state_file import write_state
 
 
 @pytest.fixture
@@ -124,6 +128,117 @@ def test_a_server_of_another_protocol_is_no_prefect_server() -> None:
         state = StackState(api_url=f"http://127.0.0.1:{other.getsockname()[1]}/api")
         assert not is_server_ready(state)
         answers.join()
+
+
+def sleeping(home: Path) -> StackState:
+    """A stack whose worker sleeps, in the state file."""
+    command = ["-c", "import time; time.sleep(60)"]
+    worker = services._start("worker", command, Settings(home=home), dict(os.environ))
+    write_state(home, state := StackState(worker=worker))
+    return state
+
+
+IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from trinity_sync import Settings, StackError
+from trinity_sync.stack import embedded
+
+settings = Settings(home=Path(sys.argv[1]))
+print([each.state for each in embedded.status(settings).services[:3]])
+for command in (embedded.up, embedded.down):
+    try:
+        command(settings)
+    except StackError as error:
+        print("another PID namespace" in str(error))
+"""
+
+
+def test_a_stack_of_another_pid_namespace_is_left_alone_until_it_has_ended(tmp_path: Path) -> None:
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("a process may have no PID namespace of its own here")
+
+    def look(*code: str) -> str:
+        command = [*alone, sys.executable, "-c", *code, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+    state = sleeping(tmp_path)
+    try:
+        assert look(IN_A_CONTAINER) == "['absent', 'absent', 'unknown']\nTrue\nTrue\n"
+        assert embedded.find(Settings(home=tmp_path)) == state
+        assert state.lives
+    finally:
+        daemon.stop(state.daemons[0], 10)
+    assert look(ENDED) == "[] True\n"
+
+
+ENDED = """
+import sys
+from pathlib import Path
+from trinity_sync import Settings
+from trinity_sync.stack import embedded
+
+settings = Settings(home=Path(sys.argv[1]))
+print(embedded.find(settings).daemons, embedded.down(settings))
+"""
+
+
+def test_a_server_that_another_process_answers_for_is_not_ready(tmp_path: Path) -> None:
+    started = sleeping(tmp_path).worker
+    try:
+        with server({"/health": (200, "true")}) as url:
+            ours = Daemon(read_process_identity(os.getpid()), "server.log")
+            assert is_server_ready(StackState(api_url=url, server=ours))
+            assert not is_server_ready(StackState(api_url=url, server=started))
+    finally:
+        daemon.stop(started, 10)
+
+
+def test_a_server_whose_port_another_one_has_got_starts_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, late = Settings(home=tmp_path), "raise SystemExit('address already in use')"
+    with server({"/health": (200, "true")}) as url, server({"/health": (200, "true")}) as other:
+        ended = services._start("server", ["-c", late], settings, dict(os.environ))
+        ours = Daemon(read_process_identity(os.getpid()), "server.log")
+        second = StackState(api_url=other, server=ours)
+        monkeypatch.setattr(services, "start_server", lambda *_: second)
+        first = StackState(api_url=url, server=ended)
+        assert embedded._await_server(settings, StackSettings(), first, 60) == second
+
+
+OF_ANOTHER_USER = """
+import os, socket
+os.setuid(12345)
+with socket.create_server(("127.0.0.1", 0)) as made:
+    print(made.getsockname()[1], flush=True)
+    while True:
+        made.accept()[0].sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 4\\r\\n\\r\\ntrue")
+"""
+
+
+def test_another_user_at_the_port_of_a_stack_is_not_told_its_password(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can be another user")
+    command, settings = [sys.executable, "-c", OF_ANOTHER_USER], Settings(home=tmp_path)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout
+            url = f"http://127.0.0.1:{other.stdout.readline().strip()}/api"
+            for host in ("127.0.0.1", "localhost"):
+                state = StackState(api_url=url.replace("127.0.0.1", host), api_auth="me:secret")
+                write_state(tmp_path, state)
+                with (
+                    environment({"TRINITY_SYNC_HOME": str(tmp_path)}),
+                    pytest.raises(PrefectApiError, match="user 12345 listens"),
+                ):
+                    ask_server(settings, lambda api: api.read_version())
+            assert services._server_auth(settings, StackSettings(), state) != "me:secret"
+            away = StackState(api_url="http://127.0.0.1:9/api", api_auth="me:secret")
+            assert services._server_auth(settings, StackSettings(), away) == "me:secret"
+        finally:
+            other.kill()
 
 
 def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path: Path) -> None:
