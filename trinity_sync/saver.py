@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import os
+import queue
 import select
 import signal
 import sys
@@ -20,6 +21,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -50,6 +53,7 @@ from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.pending_save import compare_late_images, end_images, read_status
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import FAILURES
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.snapshot.spool import JobSpool, has_worker, list_job_spools, make_own_folder
@@ -93,55 +97,77 @@ class FlowRunRequests:
     def __init__(self, api: PrefectApi, refuse: Callable[[SaveRequest, str], None]) -> None:
         self.api = api
         self._refuse = refuse
-        self._wanted: dict[str, tuple[Path, SaveRequest]] = {}
-        """Folders of jobs in the spool, and saves whose flow run is to be requested, by key."""
-        self._taken: dict[Path, set[str]] = {}
-        """Keys of saves that wait and whose flow run was requested, by the folder of their job."""
+        self._wanted: queue.SimpleQueue[tuple[Path, SaveRequest]] = queue.SimpleQueue()
+        """Folders of jobs in the spool, and saves whose flow run is to be requested."""
+        self._waiting: dict[Path, set[str]] = {}
+        """Keys of the saves that waited at the last look, by the folder of their job."""
         self._runs = False
         self._lock = threading.Lock()
-        self._wake = threading.Event()
 
     def want(self, folder: Path, waiting: Sequence[SaveRequest]) -> None:
         """Request the flow runs of the saves of a job that wait, each once."""
         with self._lock:
-            taken = self._taken.get(folder, set()) & {each.key for each in waiting}
-            self._taken[folder] = taken
-            self._wanted |= {each.key: (folder, each) for each in waiting if each.key not in taken}
-            if self._wanted and not self._runs:
+            known = self._waiting.get(folder, set())
+            self._waiting[folder] = {each.key for each in waiting}
+            for each in waiting:
+                if each.key not in known:
+                    self._wanted.put((folder, each))
+            if waiting and not self._runs:
                 threading.Thread(target=self._run, daemon=True).start()
                 self._runs = True
-        self._wake.set()
-
-    def _find_next(self) -> tuple[Path, SaveRequest] | None:
-        with self._lock:
-            return next(iter(self._wanted.values()), None)
 
     def _run(self) -> None:
         """Request what is wanted, as long as the process lives."""
         with asyncio.Runner() as runner:  # one loop, whose connection serves the next save too
-            failures = 0
-            while self._wake.wait():
-                self._wake.clear()
-                while found := self._find_next():
-                    folder, request = found
+            while True:
+                folder, request = self._wanted.get()
+                for pause_s in chain(BACK_OFF_S, repeat(BACK_OFF_S[-1])):
                     try:
                         run = runner.run(self.api.create_flow_run(request.flow_run))
                         if run.state.type == "COMPLETED":  # the images came too late for it
                             compare_late_images(JobSpool(folder), request)
+                        break
                     except RequestRefusedError as error:
                         self._refuse(request, str(error))
+                        break
                     except Exception as error:  # whatever is wrong there, saves continue
                         with suppress(OSError):  # it has gone, or shared memory is full
                             replace_file(folder / UNREQUESTED, str(error), sync=False)
-                        time.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
-                        failures += 1
-                        continue
-                    failures = 0
-                    with self._lock:
-                        del self._wanted[request.key]
-                        self._taken[folder].add(request.key)
-                    with suppress(OSError):
-                        (folder / UNREQUESTED).unlink(missing_ok=True)
+                        time.sleep(pause_s)
+                with suppress(OSError):
+                    (folder / UNREQUESTED).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class WaitingSave:
+    """A save that waits, or was begun."""
+
+    request: SaveRequest
+    over: Entry | None = None
+    """What has begun it before, as its journal tells."""
+    starts: int = 0
+    """Number of savers that were killed within it."""
+
+    def is_due(self, job: JobSpool, late: Collection[str], within_s: float) -> bool:
+        """Return whether the stack has left it to the saver, or does not begin or end it.
+
+        The stack begins none of the ``late`` keys, and may have worked on it ``within_s`` seconds.
+        """
+        if self.over and self.over.is_left:
+            return True
+        return self.request.key in late and not is_left_to_stack(job, self.request, within_s)
+
+
+def is_left_to_stack(job: JobSpool, request: SaveRequest, within_s: float) -> bool:
+    """Return whether a save is left to the stack, which has worked on it within some seconds."""
+    save = request.save
+    with suppress(OSError, TrinitySyncError):  # the save tells why
+        return not has_node_records(request) and (  # of the saver of another node
+            is_being_written(save.root, save.step, within_s=within_s)
+            or has_running_functions(job, save, within_s=within_s)
+            or (not request.components and is_on_several_nodes(save))
+        )
+    return False
 
 
 class Saver:
@@ -172,7 +198,7 @@ class Saver:
         """Saves that are being committed, by request key."""
         self._failed: dict[str, int] = {}
         """Starts of saves that have failed here, by request key; requests of functions stay."""
-        self._repeated: list[tuple[JobSpool, SaveRequest]] = []
+        self._repeated: list[WaitingSave] = []
         """Due saves within which a saver was killed."""
         self._alone, self._alone_until = "", time.monotonic() + ALONE_S
         """The last of them that was begun, by request key, and until when it is alone."""
@@ -267,9 +293,9 @@ class Saver:
                 look.join(ANSWER_S)
         with self._lock:
             repeated = self._repeated[: not self._saves or time.monotonic() > self._alone_until]
-        for job, request in repeated:
-            self._alone, self._alone_until = request.key, time.monotonic() + ALONE_S
-            self._begin(job, request)
+        for save in repeated:
+            self._alone, self._alone_until = save.request.key, time.monotonic() + ALONE_S
+            self._begin(save)
         with self._lock:
             looks = any(look.is_alive() for look in self._looks.values())
             return bool(self._saves) or any(self._waiting.values()) or looks
@@ -286,48 +312,70 @@ class Saver:
         job.remove_closed()
         if self._is_away(job):
             return
-        waiting = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
-        for each in [each for each in waiting if each.key in self._failed]:
-            told = self._read_journal(job, each).find(each.key)
-            if told and told.start > self._failed[each.key]:  # it is retried
-                with self._lock:
-                    del self._failed[each.key]
+        with self._lock:  # one that ends meanwhile is not begun again
+            saving = {*self._saves}
+        pending = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
+        begun = self._read_begun(job)
+        waiting = [begun.pop(each.key, None) or self._find_save(job, each) for each in pending]
+        with self._lock:  # what is retried has another start
+            for each in waiting:
+                if each.over and each.over.start > self._failed.get(each.request.key, math.inf):
+                    del self._failed[each.request.key]
         due = waiting
         if waiting and how != "alone":
-            self._request(job, waiting)
+            self._request(job, pending)
             late = {each.key for each in find_pending_saves(job, grace_s=after_s)}
-            due = [each for each in waiting if self._is_due(job, each, late, within_s)]
+            due = [each for each in waiting if each.is_due(job, late, within_s)]
         with self._lock:
-            known = {*self._saves, *(each.key for each in waiting)}
-        due = [*due, *self._list_unfinished(job, known)]
-        with self._lock:
-            waits = any(each.key not in self._failed for each in waiting)
+            waits = any(each.request.key not in self._failed for each in waiting)
             self._waiting[job.folder] = waits and after_s < math.inf
-            new = [each for each in due if each.key not in {*self._saves, *self._failed}]
-            repeated = [each for each in new if self._find_begun(each)[1]]
-            self._repeated += [(job, each) for each in repeated]
+            known = {*saving, *self._saves, *self._failed}
+            new = [each for each in [*due, *begun.values()] if each.request.key not in known]
+            self._repeated += [each for each in new if each.starts]
             if self._alone in self._saves and time.monotonic() < self._alone_until:
                 return
-        for request in new:
-            over = self._read_journal(job, request).find(request.key)
-            if after_s == math.inf and over and over.is_left:
-                self._refuse(request, over.message, over)
-            elif request not in repeated:
-                self._begin(job, request)
+        for save in new:
+            if after_s == math.inf and save.over and save.over.is_left:
+                self._refuse(save.request, save.over.message, save.over)
+            elif not save.starts:
+                self._begin(save)
 
-    def _begin(self, job: JobSpool, request: SaveRequest) -> None:
-        arguments = request, self._read_journal(job, request).find(request.key)
-        save = threading.Thread(target=self._save, args=arguments, daemon=True)
+    def _begin(self, save: WaitingSave) -> None:
+        thread = threading.Thread(target=self._save, args=(save,), daemon=True)
         with self._lock:
-            save.start()
-            self._saves[request.key] = save
+            thread.start()
+            self._saves[save.request.key] = thread
 
-    def _find_begun(self, request: SaveRequest) -> tuple[Path, int]:
-        """Return the file of a save that is begun, and how many savers were killed within it."""
-        path = self._spool / request.job / f"{request.key_digest}{BEGUN}"
-        with suppress(OSError):
-            return path, path.read_bytes().count(b"\n")
-        return path, 0
+    def _find_save(self, job: JobSpool, request: SaveRequest, starts: int = 0) -> WaitingSave:
+        """Return a save with what has begun it, as the journal of its run tells."""
+        name = job.folder, request.save.run_label
+        journal = self._journals[name] = self._journals.get(name) or Journal.of(request)
+        with suppress(OSError):  # the save tells why
+            journal.read()
+        return WaitingSave(request, journal.find(request.key), starts)
+
+    def _read_begun(self, job: JobSpool) -> dict[str, WaitingSave]:
+        """Return the saves that a saver had begun when it was killed, by key.
+
+        Of the committed ones, the export or upload may be missing. Nobody was told of the others,
+        which are tried again: the images of one that has failed are marked before its journal says
+        so.
+        """
+        found = {}
+        for path in list_paths(job.folder, f"*{BEGUN}"):
+            try:
+                content = path.read_bytes()
+                request = SaveRequest.model_validate_json(content)
+                save = self._find_save(job, request, content.count(b"\n"))
+                if read_status(request, save.over)[0] in FAILURES:
+                    path.unlink()
+                else:
+                    found[request.key] = save
+            except FileNotFoundError:
+                continue  # it has just ended
+            except (OSError, ValidationError, TrinitySyncError) as error:
+                warn_once(f"cannot resume the save of {path}: {error}")
+        return found
 
     def _request(self, job: JobSpool, waiting: Collection[SaveRequest]) -> None:
         """Request the flow runs of what waits on the node of rank 0, or, for a worker, anywhere."""
@@ -359,51 +407,13 @@ class Saver:
             self._waiting[job.folder] = waits
         return bool(why)
 
-    def _list_unfinished(self, job: JobSpool, known: Collection[str]) -> list[SaveRequest]:
-        """Return the saves, without ``known`` keys, that a saver had begun when it was killed.
-
-        Of the committed ones, the export or upload may be missing. Nobody was told of the others,
-        which are tried again: the images of one that has failed are marked before its journal says
-        so.
-        """
-        found = []
-        for path in list_paths(job.folder, f"*{BEGUN}"):
-            try:
-                request = SaveRequest.model_validate_json(path.read_bytes())
-                if request.key in known:
-                    continue
-                if read_status(request, self._read_journal(job, request))[0] == "failed":
-                    path.unlink()
-                else:
-                    found.append(request)
-            except FileNotFoundError:
-                continue  # it has just ended
-            except (OSError, ValidationError, TrinitySyncError) as error:
-                warn_once(f"cannot resume the save of {path}: {error}")
-        return found
-
-    def _is_due(
-        self, job: JobSpool, request: SaveRequest, late: Collection[str], within_s: float
-    ) -> bool:
-        """Return whether the stack has left a save to this saver, or does not begin or end it."""
-        told = self._read_journal(job, request).find(request.key)
-        is_left = told is not None and told.is_left
-        return is_left or (request.key in late and not _is_of_stack(job, request, within_s))
-
-    def _read_journal(self, job: JobSpool, request: SaveRequest) -> Journal:
-        """Return the journal of the run of a save, with what has begun it before this saver."""
-        name = job.folder, request.save.run_label
-        journal = self._journals[name] = self._journals.get(name) or Journal.of(request)
-        with suppress(OSError):  # the save tells why
-            journal.read()
-        return journal
-
-    def _save(self, request: SaveRequest, over: Entry | None) -> None:
+    def _save(self, save: WaitingSave) -> None:
         """Save, in the place of what has begun it before."""
+        request, over, starts = save.request, save.over, save.starts
         lower_thread_priority(self._writing.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
-        begun, starts = self._find_begun(request)
+        begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
         content = request.model_dump_json() + "\n" * starts  # what follows a commit has no images
         if starts >= STARTS:
             driver.refusal = (
@@ -465,21 +475,6 @@ class Saver:
 
     def _make_driver(self, request: SaveRequest) -> SaverDriver:
         return SaverDriver(request, self._writing, self._spool, self._node)
-
-
-def _is_of_stack(job: JobSpool, request: SaveRequest, within_s: float) -> bool:
-    """Return whether a save is left to the stack, which has worked on it within some seconds."""
-    save = request.save
-    try:
-        if has_node_records(request):  # the saver of another node has begun
-            return False
-        return (
-            is_being_written(save.root, save.step, within_s=within_s)
-            or has_running_functions(job, save, within_s=within_s)
-            or (not request.components and is_on_several_nodes(save))
-        )
-    except (OSError, TrinitySyncError):
-        return False  # the save tells why
 
 
 def _has_writer(pipe: int) -> bool:

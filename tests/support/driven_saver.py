@@ -21,11 +21,11 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.pipeline.order import PERSIST, Part
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver, Share
-from trinity_sync.saver import Saver
-from trinity_sync.saves.journal import Entry, Journal
+from trinity_sync.saver import Saver, WaitingSave
+from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import list_job_spools
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.storage.save import Persisted
 
 T = TypeVar("T")
@@ -141,18 +141,20 @@ class DrivenSaver(Saver):
         for pipe in (self._ended, self._end):
             os.close(pipe)
 
-    def _save(self, request: SaveRequest, over: Entry | None) -> None:
+    def _save(self, save: WaitingSave) -> None:
+        request = save.request
         attempt = self._attempts[request.key] = Attempt()
         self._threads.append((threading.current_thread(), attempt))
         self._begun.put(request)
         with suppress(Killed):
             attempt.wait()
-            super()._save(request, over)
+            super()._save(save)
             failed = request.key in self._failed
             attempt.end(RuntimeError(read_failure(request)) if failed else StopIteration())
 
-    def _find_begun(self, request: SaveRequest) -> tuple[Path, int]:
-        return super()._find_begun(request)[0], 0  # a test kills as many as it likes
+    def _find_save(self, job: JobSpool, request: SaveRequest, starts: int = 0) -> WaitingSave:
+        del starts  # a test kills as many as it likes
+        return super()._find_save(job, request)
 
     def _make_driver(self, request: SaveRequest) -> SteppedSave:
         driver = SteppedSave(request, self._writing, self._spool)

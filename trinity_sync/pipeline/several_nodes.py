@@ -32,6 +32,7 @@ from trinity_sync.layout import is_below
 from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.pending_save import read_status
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import FAILURES, SUCCESSES
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
 from trinity_sync.storage.save_functions import CallableStatus
@@ -140,10 +141,10 @@ def await_commit(
     while True:
         with suppress(OSError):
             journal.read()
-        status, why = read_status(request, journal)
-        if status in ("done", "removed"):
+        status, why = read_status(request, journal.find(request.key))
+        if status in SUCCESSES:
             return
-        if status == "failed":
+        if status in FAILURES:
             raise SaveFailedError(why)
         if quiet.pause():
             raise SaveError(

@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trinity_sync.errors import CommitError, ManifestError, TrinitySyncError, warn_once
+from trinity_sync.errors import ManifestError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
-from trinity_sync.saves.journal import Entry, Journal
+from trinity_sync.saves.journal import Entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import FAILURES, Facts, SaveStatus, decide
+from trinity_sync.saves.save_status import FAILURES, SUCCESSES, Facts, SaveStatus, decide
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path
@@ -73,7 +73,7 @@ class PendingSave:
                 self.request.run_name,
                 self.request.root,
             )
-        if status in ("done", "removed"):
+        if status in SUCCESSES:
             return ""
         if entry is None or status not in FAILURES:
             return None
@@ -145,22 +145,14 @@ class PendingSave:
         kinds = [kind for kind in SERVES_AS[save.kind] if manifest.serves(kind)]
         if not all(latest_pointer_covers(save.root, kind, save.run, save.step) for kind in kinds):
             return False
-        try:
-            is_checkpoint = save.kind == "checkpoint"
-            return not (is_checkpoint and read_required_remote(save.root)) or is_replicated(
-                save.root, manifest
-            )
-        except CommitError:  # the record of the remote is torn, so the flow run's end decides
-            return False
+        return save.kind != "checkpoint" or is_replicated(save.root, manifest)
 
     def _describe_missed(self, status: SaveStatus) -> str:
         """Return what has not been reached, to follow "was not"."""
         if status == "not exported":
             return "exported, but is committed"
-        if status == "not replicated":
-            with suppress(CommitError):
-                if remote := read_required_remote(self.request.root):
-                    return f"brought to {remote}, and is committed in the root only"
+        if status == "not replicated" and (remote := read_required_remote(self.request.root)):
+            return f"brought to {remote}, and is committed in the root only"
         return "committed"
 
     def _is_gone(self) -> bool:
@@ -189,13 +181,12 @@ def _why_failed(images: Sequence[SealedImage]) -> str:
     return "; ".join(reasons)
 
 
-def read_status(request: SaveRequest, journal: Journal) -> tuple[SaveStatus, str]:
-    """Return the status of a save, and why, by its root and what was read of its journal.
+def read_status(request: SaveRequest, told: Entry | None) -> tuple[SaveStatus, str]:
+    """Return the status of a save, and why, by its root and what its journal tells.
 
     Raises:
         FormatError: another release has committed the step.
     """
-    told = journal.find(request.key)
     # what has completed was committed
     return decide(Facts(told=told, is_committed=request.is_committed, is_gone=True))
 

@@ -13,6 +13,7 @@ SaveStatus = Literal[
     "submitted", "begun", "left", "committed", "done",
     "removed", "not exported", "not replicated", "superseded", "failed",
 ]  # fmt: skip
+SUCCESSES: tuple[SaveStatus, ...] = "done", "removed"
 FAILURES: tuple[SaveStatus, ...] = "not exported", "not replicated", "superseded", "failed"
 
 

@@ -58,7 +58,7 @@ from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import Kind
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting
-from trinity_sync.saver import Saver
+from trinity_sync.saver import Saver, WaitingSave
 from trinity_sync.saves import pending_save
 from trinity_sync.saves.journal import read_entry
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
@@ -580,7 +580,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
     request = job.request(1)
     saver = Saver(settings.spool, NodeWriting(nice=0))
     saver._saves[request.key] = threading.current_thread()
-    saver._save(request, None)
+    saver._save(WaitingSave(request))
     ended = read_entry(request)
     assert ended
     assert (ended.state, ended.message) == ("failed", "a value is NaN")

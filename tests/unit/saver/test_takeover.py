@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -22,9 +23,17 @@ from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, savers_of, train
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client import commit_watcher
-from trinity_sync.client.saver_control import LOG, SaverControl, name_saver, read_served
+from trinity_sync.client.saver_control import (
+    LOG,
+    SERVED,
+    SaverControl,
+    name_saver,
+    read_served,
+    wake_path,
+)
 from trinity_sync.pipeline.pending import find_pending_saves
-from trinity_sync.saver import _is_of_stack
+from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.saver import Saver, is_left_to_stack
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.spool import WORKER, has_worker, try_run_lock
@@ -190,6 +199,29 @@ def test_a_save_waits_for_no_stack_at_the_end_of_what_it_would_wait_for(
             saver.terminate()
         await_that(lambda: read_latest_pointer(job.root, "checkpoint") == 2, "its commit")
     assert is_by_saver(job.root, 2)
+
+
+@pytest.mark.parametrize("worker_lives", [True, False])
+def test_a_save_of_the_last_trainer_is_left_to_a_worker_that_lives(
+    job: Job, known: Settings, worker_lives: bool
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    (job.spool.folder / SERVED).write_text(f"600 {name_saver()}")
+    saver, wake = Saver(known.spool, NodeWriting()), wake_path(known.spool, name_saver())
+    os.mkfifo(wake)
+    with ExitStack() as ending:
+        pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)
+        ending.callback(os.close, pipe)
+        trainer = os.open(wake, os.O_WRONLY)
+        os.write(trainer, b"\n")
+        os.close(trainer)
+        saver._pause(pipe)
+        if worker_lives:
+            ending.enter_context(try_run_lock(known.spool, WORKER))
+        saver._look()
+        for thread in [*saver._looks.values(), *saver._saves.values()]:
+            thread.join()
+    assert read_latest_pointer(job.root, "checkpoint") == (None if worker_lives else 1)
 
 
 def test_a_look_for_a_worker_needs_no_room_in_shared_memory(tmp_path: Path) -> None:
@@ -360,9 +392,9 @@ def test_a_save_whose_function_runs_is_left_to_the_stack(
     assert begun.wait(60)
     asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
     (request,) = find_pending_saves(job.spool, grace_s=0)
-    assert _is_of_stack(job.spool, request, 0)
+    assert is_left_to_stack(job.spool, request, 0)
     goes_on.set()
-    await_that(lambda: not _is_of_stack(job.spool, request, 0), "the function has ended")
-    assert _is_of_stack(job.spool, request, 3600)
+    await_that(lambda: not is_left_to_stack(job.spool, request, 0), "the function has ended")
+    assert is_left_to_stack(job.spool, request, 3600)
     saves.wait_all(60)
     assert is_by_saver(job.root, 3)
