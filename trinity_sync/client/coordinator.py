@@ -35,7 +35,7 @@ from trinity_sync.snapshot.stager import Staged, estimate_nbytes
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import CallableStatus
@@ -997,7 +997,7 @@ class CheckpointCoordinator(Collaborators):
             step = check_number("step", step)
         self._has_waited = True
         left = self._preemption.left_s if deadline_s is None else deadline_s
-        self._stager.wait_at_most(left / 4)
+        self._stager.slots.wait_at_most(left / 4)
 
         def save(kind: Kind, states: Mapping[str, Any]) -> Sequence[str]:
             try:
@@ -1079,8 +1079,8 @@ class CheckpointCoordinator(Collaborators):
 
     def _committed_kinds(self, step: int) -> tuple[Kind, ...]:
         with suppress(Exception):  # the root cannot be read
-            run = self._run.number
-            return tuple(kind for kind in KINDS if is_committed(self.root, run, step, kind))
+            manifest = read_run_head(self.root, self._run.number, step)
+            return tuple(kind for kind in KINDS if manifest and manifest.has_kind(kind))
         return ()
 
 

@@ -29,7 +29,7 @@ from trinity_sync.layout import PRIVATE_FOLDER, Kind, step_folder, steps_on_disk
 from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity, require_root
 from trinity_sync.storage.discovery import find_newest, is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import is_committed, read_run_number
+from trinity_sync.storage.manifest import read_run_head, read_run_number
 from trinity_sync.storage.metrics import find_run_of_step
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import (
@@ -206,8 +206,10 @@ class RunContext:
         run = self.get()
         latest = read_latest_pointer(self._root, "checkpoint") or step
         for each in (step, latest):
-            earlier = each < step or each == run.resumed_from
-            if not earlier and is_committed(self._root, run.number, each, "checkpoint"):
+            if each < step or each == run.resumed_from:
+                continue
+            manifest = read_run_head(self._root, run.number, each)
+            if manifest and manifest.has_kind("checkpoint"):
                 raise ConfigError(
                     f"step {step} of {self._root} cannot be saved: run {run.number}, which has the "
                     f"same key {run.key!r}, has committed step {each}; give TRINITY_SYNC_RUN_KEY a "

@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -101,6 +102,13 @@ def describe(kind: type[T]) -> type[T]:
             msgspec.json.Decoder(kind)
             _described.add(kind)
     return kind
+
+
+def decode_lines(kind: type[T], content: bytes) -> Iterator[T]:
+    """Yield the values in lines of JSON, without those of another type, and truncated ones."""
+    for line in content.splitlines():
+        with suppress(ValueError):
+            yield msgspec.json.decode(line, type=describe(kind))
 
 
 _described: set[Any] = set()

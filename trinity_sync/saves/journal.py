@@ -36,7 +36,7 @@ from trinity_sync.fs.atomic import (
     open_to_append,
     remove_file,
 )
-from trinity_sync.fs.records import describe
+from trinity_sync.fs.records import decode_lines
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, parse_number
 from trinity_sync.saves.save_request import SaveRequest
 
@@ -207,7 +207,7 @@ class Journal:
             except OSError:
                 continue  # such as removed by a later run
             if whole:
-                self._take(whole.split(b"\n"))
+                self._take(whole)
                 self._offsets[path] = offset + len(whole) + 1
 
     def find(self, key: str) -> Entry | None:
@@ -227,12 +227,8 @@ class Journal:
                 last[save] = entry
         return [entry for entry in last.values() if entry.has_failed]
 
-    def _take(self, lines: list[bytes]) -> None:
-        for line in lines:
-            try:
-                entry = msgspec.json.decode(line, type=describe(Entry))
-            except ValueError:
-                continue  # truncated when its writer died
+    def _take(self, lines: bytes) -> None:
+        for entry in decode_lines(Entry, lines):
             known = self._entries.pop(entry.key, entry)
             self._entries[entry.key] = max(known, entry, key=lambda each: each.rank)
             if len(self._entries) > _REMEMBERED:

@@ -125,7 +125,7 @@ class Stager:
         on_long_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
-        self._slots = SlotPool(spool, slots, slot_wait_s, clock, on_long_wait)
+        self.slots = SlotPool(spool, slots, slot_wait_s, clock, on_long_wait)
         self._layouts: dict[tuple[str, str, int], tuple[int, Layout | None]] = {}
         """Step and layout of the last image, by role, component and rank."""
         self._beside: tuple[threading.Event, threading.Thread] | None = None
@@ -172,7 +172,7 @@ class Stager:
         plan = StagePlan(origin, began, overlap, seals, again)
         self.waiting_since = None
         for name in also:
-            if image := self._slots.find_image(origin, name):
+            if image := self.slots.find_image(origin, name):
                 plan.shared[name] = image
         names, storages = [*states, *also], list[torch.UntypedStorage]()
         own = f"{ATTACHMENTS}/rank_{origin.rank}" if origin.rank else ATTACHMENTS
@@ -225,7 +225,7 @@ class Stager:
         That is an unsealed one, and, if the save is submitted again, one that it has sealed:
         another save may share it. It is locked until the plan's locks are closed.
         """
-        slot = self._slots.hold_image(plan.origin, component)
+        slot = self.slots.hold_image(plan.origin, component)
         if slot is None:
             return None
         own = plan.again and slot.holds is not None and slot.holds.kind == plan.origin.kind
@@ -254,9 +254,9 @@ class Stager:
                 if part.staged_in:
                     filled.append((part.staged_in, self._ticket(plan, part)))
                     continue
-                slot, seconds = self._slots.acquire(plan.origin, part.component, part.layout.nbytes)
+                slot, seconds = self.slots.acquire(plan.origin, part.component, part.layout.nbytes)
                 plan.locks.callback(slot.unlock)
-                idle += self._slots.list_idle(plan.origin, part.component, slot)
+                idle += self.slots.list_idle(plan.origin, part.component, slot)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part)))
             if plan.again and all(not s.free and s.holds == ticket for s, ticket in filled):
@@ -265,7 +265,7 @@ class Stager:
             elif plan.seals:
                 self._seal(filled, self._measure_stall(plan))
                 if plan.again:
-                    self._slots.free_others(plan.origin, {ticket.image for _, ticket in filled})
+                    self.slots.free_others(plan.origin, {ticket.image for _, ticket in filled})
             images = []
             for slot, ticket in filled:
                 slot.holds = ticket
@@ -317,7 +317,7 @@ class Stager:
         Raises:
             ImageError: the state cannot be laid out.
         """
-        slot = self._slots.hold_image(origin, component)
+        slot = self.slots.hold_image(origin, component)
         if slot is None:
             return False
         try:
@@ -338,7 +338,7 @@ class Stager:
             SpoolError: the spool cannot be written.
         """
         with _name_unwritable(origin), ExitStack() as lock:
-            slot = self._slots.hold_image(origin, component)
+            slot = self.slots.hold_image(origin, component)
             if slot is None:
                 return None
             lock.callback(slot.unlock)
@@ -369,7 +369,7 @@ class Stager:
         def touch(ended: Callable[[], bool]) -> None:
             for role, component, rank, nbytes in find():
                 key = (role, component, rank)
-                if key not in self._layouts and (slot := self._slots.find_next(*key)):
+                if key not in self._layouts and (slot := self.slots.find_next(*key)):
                     slot.touch(nbytes, ended)
 
         self._begin_beside(touch)
@@ -396,14 +396,10 @@ class Stager:
             ended.set()
             thread.join()
 
-    def wait_at_most(self, seconds: float) -> None:
-        """Lower the time in seconds to wait for a slot: the process is about to end."""
-        self._slots.wait_at_most(seconds)
-
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""
         self._end_beside()
-        self._slots.close()
+        self.slots.close()
 
     def _fill(self, slot: Slot, plan: StagePlan, part: _Part) -> Ticket:
         ticket = self._ticket(plan, part)

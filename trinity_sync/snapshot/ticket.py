@@ -176,19 +176,9 @@ class CachedFile(Record):
     """Digest of the file, as in the step's manifest."""
 
 
-def cached_file_path(slot: Path) -> Path:
-    """Return the path of the record of ``slot``, which may not exist."""
-    return slot.with_name(slot.name + KEPT_SUFFIX)
-
-
-def write_cached_file(slot: Path, kept: CachedFile) -> None:
-    """Write the record of a slot; call it under the slot's lock."""
-    replace_file(cached_file_path(slot), encode_record(kept), sync=False, own_name=False)
-
-
 def read_cached_file(slot: Path) -> CachedFile | None:
     """Return the record of a slot; None if it is missing, torn or altered."""
-    return read_record(CachedFile, cached_file_path(slot))
+    return read_record(CachedFile, slot.with_name(slot.name + KEPT_SUFFIX))
 
 
 PUBLISHED_SUFFIX = ".published"
@@ -313,8 +303,9 @@ def free_slot(path: Path, image: str, digest: str = "") -> None:
         ticket = read_ticket(path)
         if ticket and ticket.image == image:
             if digest and ticket.form == "file":
-                kept = CachedFile(ticket.step, ticket.path, digest)
+                kept = encode_record(CachedFile(ticket.step, ticket.path, digest))
                 with suppress(OSError):  # without the record, the file is read from disk
-                    write_cached_file(path, kept)
+                    beside = path.with_name(path.name + KEPT_SUFFIX)
+                    replace_file(beside, kept, sync=False, own_name=False)
             ticket_path(path).unlink(missing_ok=True)
             failure_path(path).unlink(missing_ok=True)

@@ -30,7 +30,6 @@ from trinity_sync.layout import (
     FOLDERS,
     FULL_CHECKPOINT_MARK,
     SERVES_AS,
-    Kind,
     attaching_folder,
     step_folder,
 )
@@ -147,7 +146,7 @@ def commit(
             logger.warning("%s is committed; cannot add it to the log of saves: %s", save, error)
         clear_displaced_step(save.root, save.step, keep=manifest.nbytes if recycle else 0)
         if replaced:
-            for kind in {*replaced.kinds} - {*manifest.kinds}:  # a sync in a checkpoint's place
+            for kind in replaced.list_lost(manifest.kinds):  # a sync in a checkpoint's place
                 repair_latest_pointer(save.root, kind)
         _remove_other_attempts(save, written)
     log_alarms(save, [record for record in manifest.files if record.path not in committed])
@@ -164,12 +163,14 @@ def _make_manifest(
     named = {file.record.path for file in written}
     own = list_callable_files(save, statuses, named, committed)
     files = (*compare_with_last_commit(save, [file.record for file in written]), *own)
+    # a checkpoint with weights is also a sync, and what functions of the user write is unknown
+    has_weights = statuses or any(record.is_weights for record in files)
     return Manifest(
         job=save.job,
         run=save.run,
         run_key=save.run_key,
         step=save.step,
-        kinds=list_served_kinds(save.kind, files, statuses),
+        kinds=SERVES_AS[save.kind] if has_weights else (save.kind,),
         files=files,
         callables=tuple(CallableRecord(s.name, s.rank, s.seconds, s.files) for s in statuses),
         committed_at=0.0,
@@ -271,17 +272,6 @@ def _check_complete(
             f"{save} is not committed: {'; '.join(problems)}. Check whether a rank died before it "
             "submitted its part. Later saves are unaffected."
         )
-
-
-def list_served_kinds(
-    kind: Kind, files: Iterable[FileRecord], statuses: Sequence[CallableStatus]
-) -> tuple[Kind, ...]:
-    """Return the kinds that a save serves as: a checkpoint with weights is also a sync.
-
-    The content of callable saves is unknown, so a checkpoint that has any also serves as both.
-    """
-    weights = statuses or any(record.is_weights for record in files)
-    return SERVES_AS[kind] if weights else (kind,)
 
 
 def _refuse_other_content(

@@ -186,17 +186,21 @@ def list_files_of_run(root: str | Path, folder: Path, run: int) -> list[Path] | 
 
 
 def find_newest(
-    root: str | Path, kind: Kind = "checkpoint", *, healthy: bool = False
+    root: str | Path,
+    kind: Kind = "checkpoint",
+    *,
+    healthy: bool = False,
+    without: Collection[int] = (),
 ) -> Manifest | None:
     """Return the manifest to resume from: the last step of the last run that committed one.
 
     It goes by manifests, not by the latest pointer, which may lag behind after a crash. ``healthy``
-    excludes steps with values that are not finite.
+    excludes steps with values that are not finite; ``without`` are as in `iter_newest_first`.
 
     Raises:
         FormatError: another release has committed a step.
     """
-    for manifest in iter_newest_first(root, kind):
+    for manifest in iter_newest_first(root, kind, without=without):
         if healthy and manifest.nonfinite:
             logger.warning("step %d in %s has %s", manifest.step, root, manifest.nonfinite)
             continue

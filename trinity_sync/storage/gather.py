@@ -7,16 +7,17 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trinity_sync.errors import EvictedError, MissingShardsError
+from trinity_sync.errors import EvictedError, ManifestError, MissingShardsError
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import MANIFEST
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, read_run_manifest
+from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.runs import RunEnd
 from trinity_sync.storage.save import Written
@@ -60,9 +61,10 @@ def gather_images(
             for i in waiting
             if save.owns(i.ticket) or (save.is_of_step(i.ticket) and i.ticket.kind != save.kind)
         ]
-        manifest = read_run_manifest(
-            save.root, save.run, save.step, read=lambda *_: manifests.get()
-        )
+        manifest = None
+        with suppress(ManifestError, OSError):  # read again the next time
+            found_now = manifests.get()
+            manifest = found_now if found_now and found_now.run == save.run else None
         overdue = clock() >= deadline or end.is_over()
         found = _select(shards, save, component, sealed, manifest, overdue)
         if not found.missing:

@@ -10,16 +10,10 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import read_uncached, replace_file, sync_folder
 from trinity_sync.layout import ITERATION_FILES, Kind, parse_number, step_folder
-from trinity_sync.storage.discovery import (
-    is_foreign,
-    iter_newest_first,
-    read_corruption,
-    require_committed,
-)
-from trinity_sync.storage.manifest import Manifest, read_run_number
+from trinity_sync.storage.discovery import find_newest, is_foreign, read_corruption
+from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.runs import run_began_after
 
 logger = logging.getLogger(__name__)
@@ -84,7 +78,7 @@ def repair_latest_pointer(
         FormatError: another release has committed a step, or has begun a run.
     """
     path, current = Path(root) / ITERATION_FILES[kind], read_latest_pointer(root, kind)
-    best = _find_best(root, kind, without or ())
+    best = find_newest(root, kind, without=without or ())
     if best is None:
         if without is not None and path.exists():
             path.unlink()
@@ -111,13 +105,3 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
             root, run, Path(root) / ITERATION_FILES[kind]
         )
     return (read_run_number(root, current), current) >= (run, step)
-
-
-def _find_best(root: str | Path, kind: Kind, without: Collection[int]) -> Manifest | None:
-    """Return the newest valid step for a pointer."""
-    for manifest in iter_newest_first(root, kind, without=without):
-        try:
-            return require_committed(root, manifest.step)
-        except CommitError:
-            continue
-    return None

@@ -12,9 +12,10 @@ import hashlib
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from trinity_sync.errors import FormatError, ManifestError
@@ -265,6 +266,10 @@ class Manifest(Record, format=MANIFEST_FORMAT):
         is_of_run = self.serves(kind) and of >= (self.run if run is None else run)
         return is_of_run and {*roles} <= {*self.roles}
 
+    def list_lost(self, kinds: Iterable[Kind]) -> list[Kind]:
+        """Return the kinds that a step with other ``kinds`` in the place of this one would lack."""
+        return sorted({*self.kinds}.difference(kinds))
+
     def find_file(self, path: str) -> FileRecord | None:
         """Return the record of the file at ``path``, or None."""
         return next((record for record in self.files if record.path == path), None)
@@ -446,44 +451,24 @@ def read_run_number(root: str | Path, step: int) -> int:
 
 
 def read_run_manifest(
-    root: str | Path,
-    run: int,
-    step: int,
-    *,
-    read: Callable[[str | Path, int], Manifest | None] = read_manifest,
+    root: str | Path, run: int, step: int, *, ranks: Collection[int] | None = None
 ) -> Manifest | None:
-    """Return what a run has committed of a step.
+    """Return what a run has committed of a step; ``ranks`` are as in `read_manifest`.
 
-    It is None if the run has committed nothing, or the manifest cannot be read. ``read`` returns
-    what `read_manifest` returns.
+    It is None if the run has committed nothing, or the manifest cannot be read.
 
     Raises:
         FormatError: another release has committed the step.
     """
-    try:
-        manifest = read(root, step)
-    except (ManifestError, OSError):
-        return None
-    return manifest if manifest and manifest.run == run else None
+    with suppress(ManifestError, OSError):
+        manifest = read_manifest(root, step, ranks=ranks)
+        return manifest if manifest and manifest.run == run else None
+    return None
 
 
 def read_run_head(root: str | Path, run: int, step: int) -> Manifest | None:
     """Do as `read_run_manifest`, without the parts: those of thousands of ranks have the files."""
-    return read_run_manifest(root, run, step, read=partial(read_manifest, ranks=()))
-
-
-def is_committed(
-    root: str | Path, run: int, step: int, kind: Kind, roles: Iterable[str] = ()
-) -> bool:
-    """Return whether a run has committed ``kind`` of a step, with files of all ``roles``.
-
-    It has not if the manifest cannot be read.
-
-    Raises:
-        FormatError: as `read_run_manifest`.
-    """
-    manifest = read_run_head(root, run, step)
-    return manifest is not None and manifest.has_kind(kind, roles)
+    return read_run_manifest(root, run, step, ranks=())
 
 
 def group_equal(records: Iterable[FileRecord]) -> list[list[FileRecord]]:

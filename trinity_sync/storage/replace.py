@@ -62,7 +62,7 @@ def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bo
     The checkpoint then stays. This happens when a run begins with a sync of the step that it
     loaded.
     """
-    if {*earlier.kinds} <= {*manifest.kinds}:
+    if not earlier.list_lost(manifest.kinds):
         return False
     held = {record.path: record.digest for record in earlier.files}
     return read_manifest_state(save.root, earlier, runs=()).state == "valid" and all(
@@ -87,7 +87,7 @@ def refuse_loss(save: SaveId, earlier: Manifest | None, kinds: Collection[Kind])
                 "move that folder away."
             )
         return
-    lost = sorted({*earlier.kinds} - {*kinds})
+    lost = earlier.list_lost(kinds)
     if lost and is_pinned(save.root, save.step):
         raise SaveError(
             f"{save} is not committed: it would replace the {lost[0]} of run {earlier.run}, which "
@@ -347,7 +347,7 @@ def _refuse_needed(save: SaveId, earlier: Manifest) -> None:
     elif save.step <= begun:
         why = f"is not superseded, because run {save.run} resumed from step {begun}"
     elif any(found and found.step == save.step for found in newest) and (
-        base.state != "valid" or base.manifest is None or {*earlier.kinds} - {*base.manifest.kinds}
+        base.state != "valid" or base.manifest is None or earlier.list_lost(base.manifest.kinds)
     ):
         why = "is what a resume would find"
     if why:

@@ -9,10 +9,9 @@ saves become slower, and the disk that they used. It is best effort: a crash may
 It also tells a retry that its step was removed.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +20,7 @@ import msgspec
 
 from trinity_sync.errors import SaveError
 from trinity_sync.fs.atomic import open_to_append, read_file, replace_file
-from trinity_sync.fs.records import Count, Seconds, describe
+from trinity_sync.fs.records import Count, Seconds, decode_lines
 from trinity_sync.layout import PRIVATE_FOLDER, Kind
 from trinity_sync.snapshot.save_id import SaveId
 
@@ -131,7 +130,7 @@ def append_removal(root: str | Path, run: int, step: int, now: float) -> None:
 
 
 def _append(root: str | Path, entry: LoggedSave | LoggedRemoval) -> None:
-    line = json.dumps(asdict(entry)).encode() + b"\n"
+    line = msgspec.json.encode(entry) + b"\n"
     with open_to_append(_path(root)) as file:
         if file.tell() <= MAX_BYTES:
             file.write(line)
@@ -157,12 +156,8 @@ def read_removals(root: str | Path) -> Sequence[LoggedRemoval]:
 
 
 def _read(root: str | Path, kind: type[T]) -> Iterator[T]:
-    content = b""
     with suppress(FileNotFoundError, ValueError):
-        content = read_file(_path(root))
-    for line in content.splitlines():
-        with suppress(ValueError):
-            yield msgspec.convert(json.loads(line), describe(kind))
+        yield from decode_lines(kind, read_file(_path(root)))
 
 
 def refuse_removed(save: SaveId) -> None:

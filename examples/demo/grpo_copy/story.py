@@ -16,7 +16,7 @@ from grpo_copy.run import History, Schedule, repeat, start_explorer, train
 from grpo_copy.trainer import EXPLORER, Sync, TrainerGroup
 from trinity_sync import Synchronizer
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.manifest import read_run_head
 
 STEPS = 140
 KILL_AT = 80
@@ -45,7 +45,7 @@ def wait_for_commit(root: Path, run: int, step: int) -> float:
         TimeoutError: it was not committed in time.
     """
     start = time.monotonic()
-    while not is_committed(root, run, step, "checkpoint"):
+    while not ((found := read_run_head(root, run, step)) and found.has_kind("checkpoint")):
         if time.monotonic() - start > COMMIT_TIMEOUT_S:
             raise TimeoutError(f"step {step} was not committed; see its run in the Prefect UI")
         time.sleep(0.05)

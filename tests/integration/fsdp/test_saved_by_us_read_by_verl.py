@@ -18,7 +18,7 @@ from tests.support.states import copied, differences
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.manifest import is_committed
+from trinity_sync.storage.manifest import read_run_head
 
 STEP = 3
 EXPORTED_STEP = STEP + 1
@@ -69,7 +69,7 @@ def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
     while waiting.item() and steps < 2000:
         trained.step()
         steps += 1
-        waiting.fill_(not is_committed(root, 1, STEP, "checkpoint"))
+        waiting.fill_(not read_run_head(root, 1, STEP))
         dist.all_reduce(waiting)  # ranks agree when to stop, or one would train alone
     folder = step_folder(root, EXPORTED_STEP) / "actor"
     manager.save_checkpoint(str(folder), EXPORTED_STEP, save_as_hf=True)

@@ -19,10 +19,9 @@ from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.errors import CommitError, ConfigError, SaveError, SupersededError
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.storage.discovery import read_step_state
+from trinity_sync.storage.discovery import read_step_state, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.manifest import is_committed
 from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.runs import find_newest_run
 
@@ -285,12 +284,12 @@ def test_a_checkpoint_follows_the_sync_of_a_step_that_the_run_before_reached_wit
             job.commit(40, run=2, kind="state_dict")
             job.roles = roles
             assert actor.latest_step() == 40  # the checkpoint stays
-            assert not is_committed(job.root, 2, 40, "checkpoint")  # and is that of run 1
+            assert require_committed(job.root, 40).checkpoint_run == 1
         actor.save(40, whole)
         for each in critic:
             each.save(40, whole, role="critic")
         job.commit(40, "model", "optim", run=run)
-    assert is_committed(job.root, 2, 40, "checkpoint", roles)
+    assert require_committed(job.root, 40).has_kind("checkpoint", roles, run=2)
     assert coordinator_of(run_key="third", roles=roles).load(40)["optim"]["m"][0] == 1
 
 

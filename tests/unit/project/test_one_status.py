@@ -3,20 +3,38 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
+
+from trinity_sync.saves.save_status import SaveStatus
 
 PRODUCT = Path(__file__).parents[3] / "trinity_sync"
-ROWS = {"retention/removal.py", "orchestration/report/facts.py", "cli/report_html.py"}
+ROWS = {
+    *("retention/removal.py", "orchestration/report/facts.py", "catalog/database.py"),
+    *("cli/report_html.py", "cli/steps.py"),
+}
 """Their rows have kinds of their own, which were those of valid manifests."""
 RECORDS = {"storage/manifest.py", "storage/job_settings.py"}
 
 
-def find_compared(attribute: str) -> Iterator[tuple[str, ast.Compare]]:
-    """Yield the comparisons of an attribute's values, and the modules that have them."""
+def find_compared(attribute: str, name: str = "") -> Iterator[tuple[str, ast.expr]]:
+    """Yield what compares or subtracts an attribute's values, or those of a name, by module."""
     for path in PRODUCT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-            if any(isinstance(side, ast.Attribute) and side.attr == attribute for side in sides):
+            if isinstance(node, ast.Compare | ast.BinOp) and any(
+                (isinstance(each, ast.Attribute) and each.attr == attribute)
+                or (isinstance(each, ast.Name) and each.id == name)
+                for each in ast.walk(node)
+            ):
                 yield path.relative_to(PRODUCT).as_posix(), node
+
+
+def find_asking(words: set[str], attribute: str, name: str = "") -> set[str]:
+    """Return the modules that compare such a value with one of some words."""
+    return {
+        module
+        for module, node in find_compared(attribute, name)
+        if words & {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+    }
 
 
 def test_a_manifest_alone_tells_which_kinds_it_has() -> None:
@@ -26,13 +44,17 @@ def test_a_manifest_alone_tells_which_kinds_it_has() -> None:
 
 
 def test_the_words_of_the_journal_are_compared_in_the_package_of_saves_alone() -> None:
-    words = {"pending", "left", "completed"}
-    asking = {
-        module
-        for module, node in find_compared("state")
-        if words & {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-    }
+    asking = find_asking({"pending", "left", "completed"}, "state")
     assert asking <= {"saves/journal.py", "saves/save_status.py"}
+
+
+def test_statuses_of_saves_are_told_apart_in_their_package_alone() -> None:
+    words = {*get_args(SaveStatus)}
+    of_rows = {"committed", "superseded", "failed"}  # which rows and steps have as well
+    asking = find_asking(words - of_rows, "status", "status") | find_asking(
+        words, "", "read_status"
+    )
+    assert asking <= {"saves/save_status.py", "saves/pending_save.py"}
 
 
 def test_what_has_become_of_a_save_is_decided_for_waits_savers_and_lists_by_one_function() -> None:

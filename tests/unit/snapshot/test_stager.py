@@ -163,7 +163,7 @@ def test_weights_get_a_slot_of_their_own_if_checkpoints_hold_all(job: Job) -> No
         staged = job.stage(step, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
         assert staged.waited_s < 1
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 2, 5]
-    job.stagers[0].wait_at_most(1)  # the process is about to end: the newest weights count
+    job.stagers[0].slots.wait_at_most(1)  # the process is about to end: the newest weights count
     assert job.stage(6, {"model": {"w": torch.zeros(3)}}, kind="state_dict").waited_s < 1
     assert len(job.spool.tickets()[0]) == 3
 
@@ -371,7 +371,7 @@ def test_a_version_that_readers_may_want_is_not_given_back(job: Job) -> None:
 
 
 def test_a_slot_that_is_being_filled_keeps_its_lock_while_slots_are_prewarmed(job: Job) -> None:
-    slot = job.stager()._slots.list_slots("actor", "model", 0)[0]
+    slot = job.stager().slots.list_slots("actor", "model", 0)[0]
     assert slot.try_lock()
     prewarm(job.stager(), 1 << 20)
     other = Slot(slot.path)
@@ -388,7 +388,7 @@ def test_a_view_that_outlives_its_lock_does_not_keep_it(job: Job) -> None:
     slot = job.spool.tickets()[0][0].slot
     with lock_slot(slot) as content:
         view = content[:10]
-    assert job.stager()._slots.list_slots("actor", "model", 0)[0].try_lock()
+    assert job.stager().slots.list_slots("actor", "model", 0)[0].try_lock()
     assert len(view) == 10
 
 
@@ -558,7 +558,7 @@ def test_a_save_that_waits_for_a_slot_gives_up_when_the_process_is_about_to_end(
         waiting = thread.submit(stager.stage, job.origin(2), {"model": state})
         with pytest.raises(TimeoutError):
             waiting.result(0.2)
-        stager.wait_at_most(0.1)
+        stager.slots.wait_at_most(0.1)
         with pytest.raises(SpoolError, match="every slot is still being written out"):
             waiting.result(60)
     stager.close()

@@ -180,7 +180,7 @@ KILLED = textwrap.dedent(
 def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Trainer]) -> None:
     parent, other = trainers
     parent.upload(5)
-    (slot,) = parent.stager._slots.list_slots("actor", "model", 0)
+    (slot,) = parent.stager.slots.list_slots("actor", "model", 0)
     assert slot.try_lock()
 
     def end() -> None:
@@ -188,7 +188,7 @@ def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Tr
         parent.stager.close()  # it is the parent's to remove
 
     assert end_of(end) == 0
-    (same_slot,) = other.stager._slots.list_slots("actor", "model", 0)
+    (same_slot,) = other.stager.slots.list_slots("actor", "model", 0)
     assert not same_slot.try_lock()
     slot.unlock()
     assert parent.publish(5)

@@ -45,7 +45,7 @@ from trinity_sync.storage.discovery import find_newest, list_unnamed_files, requ
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import is_committed, read_manifest
+from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
@@ -279,7 +279,8 @@ def test_the_sync_of_a_role_is_not_taken_for_that_of_another(job: Job) -> None:
         (written,) = job.persist(2, kind="state_dict")
         assert written.temporary
         commit(job.save(2, kind="state_dict"), [written])
-        committed = [is_committed(job.root, 1, 2, "state_dict", [each]) for each in (role, other)]
+        step = require_committed(job.root, 2)
+        committed = [step.has_kind("state_dict", [each]) for each in (role, other)]
         assert committed == [True, role == "critic"]
     assert require_committed(job.root, 2).roles == ("actor", "critic")
 
@@ -560,8 +561,7 @@ def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job:
     assert find_newest(job.root, "state_dict") == found
     assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
     assert job.spool.tickets() == ([], [])
-    assert is_committed(job.root, 2, 40, "state_dict")
-    assert not is_committed(job.root, 2, 40, "checkpoint")  # until the run saves its own
+    assert [found.has_kind(kind) for kind in ("state_dict", "checkpoint")] == [True, False]
     job.commit(40, run=2, kind="state_dict")  # a retry
     assert find_newest(job.root) == found
 

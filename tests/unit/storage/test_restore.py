@@ -16,10 +16,11 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_to_read, read_fd
+from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.ticket import cached_file_path, read_cached_file, write_cached_file
+from trinity_sync.snapshot.ticket import KEPT_SUFFIX, read_cached_file
 from trinity_sync.storage.restore import RestoredShard, load_shards, load_states
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -135,7 +136,8 @@ def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
     (slot,) = kept_slots(job)
     kept = read_cached_file(slot)
     assert kept is not None
-    write_cached_file(slot, replace(kept, file_digest="xxh3-128:" + "0" * 32))
+    other = replace(kept, file_digest="xxh3-128:" + "0" * 32)
+    slot.with_name(slot.name + KEPT_SUFFIX).write_text(encode_record(other))
     assert load(job, 1).source == "disk"
 
 
@@ -143,7 +145,7 @@ def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
 def test_a_note_that_is_torn_is_passed_over(job: Job, text: str) -> None:
     save(job, 1, 1)
     (slot,) = kept_slots(job)
-    cached_file_path(slot).write_text(text)
+    slot.with_name(slot.name + KEPT_SUFFIX).write_text(text)
     assert load(job, 1).source == "disk"
 
 
