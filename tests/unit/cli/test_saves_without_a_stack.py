@@ -252,7 +252,7 @@ def test_a_model_that_was_not_exported_is_shown_although_its_step_is_committed(s
     append(saves.request(10), "failed", "it has no config")
     failed = run(saves, "runs", saves.root, "--failed", "-o", "json")
     assert {row["step"]: row["reason"] for row in rows_of(failed, "saves")} == {
-        10: "it has no config",
+        10: (why := "the step is committed, and not exported: it has no config"),
         20: "no space left on device",
     }
     rows = rows_of(run(saves, "ls", saves.root, "-o", "json"), "steps")
@@ -262,7 +262,7 @@ def test_a_model_that_was_not_exported_is_shown_although_its_step_is_committed(s
     done = run(saves, "report", saves.root, "-o", "json")
     groups = {group["message"]: group for group in json.loads(done.stdout)["report"]["failures"]}
     command = f"trinity-sync export hf {saves.root} 10 --role actor"
-    assert groups["it has no config"]["command"] == command
+    assert groups[why]["command"] == command
     found = require_committed(saves.root, 10)
     write_manifest(saves.root, replace(found, failed_exports=()))  # as an export does
     failed = run(saves, "runs", saves.root, "--failed", "-o", "json")

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.saves.journal import SaveState, append, read_entry
 from trinity_sync.settings import Settings
+from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import fail_export_request
 from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.manifest import write_manifest
 from trinity_sync.storage.runs import open_run
 
 STEP = 4
@@ -44,6 +47,11 @@ def fails_to_export(job: Job) -> None:
     fail_export_request(job.root, 1, STEP, "actor")
 
 
+def is_to_be_exported(job: Job) -> None:
+    request = replace(require_committed(job.root, STEP), exports={"actor": "hf_model"})
+    write_manifest(job.root, request)
+
+
 def is_superseded(job: Job) -> None:
     open_run(job.root, "second", STEP - 1)
     job.commit_states(STEP + 1, {"model": {"w": torch.zeros(3)}}, run=2)
@@ -55,6 +63,7 @@ def is_removed(job: Job) -> None:
 
 
 DISK_FULL = "the disk is full"
+COMMITTED = "the step is committed, and"
 FULL = saver("failed", DISK_FULL)
 TOLD_LATE = (worker("failed", "its process died"), worker("left", "it does not see it"))
 
@@ -79,6 +88,8 @@ TOLD_LATE = (worker("failed", "its process died"), worker("left", "it does not s
         ((worker("pending"), FULL, commits), "", "committed", 0),
         ((commits, fails_to_export, worker("failed", "no config")), "no config", "failed", 0),
         ((commits, fails_to_export, saver("failed", "no config")), "no config", "failed", 0),
+        ((commits, is_to_be_exported, worker("failed", "Ray died")), "Ray died", "failed", 0),
+        ((commits, is_to_be_exported, worker("pending")), None, "committed", 0),
         ((worker("failed", DISK_FULL), is_superseded), DISK_FULL, "superseded", 1),
         ((commits, saver("completed"), is_removed), "", "committed", 1),
     ],
@@ -96,7 +107,7 @@ def test_all_say_the_same_of_a_save(
         event(job)
     settings = Settings(spool=job.spool.folder.parent, home=job.root.parent / "home")
     request = job.request(STEP, components=("model",))
-    exports = "actor" if fails_to_export in events else ""
+    exports = "actor" if {fails_to_export, is_to_be_exported} & {*events} else ""
     for rank in (0, 1):
         trigger = SaveTrigger(settings)
         with closing(CommitWatcher(trigger, job.spool, rank=rank)) as watcher:
@@ -121,8 +132,11 @@ def test_all_say_the_same_of_a_save(
     waits = run(app, ["wait", str(job.root), str(STEP), "--timeout", "0.5"])
     assert waits.exit_code == wait_exits_with
     report = json.loads(run(app, ["report", str(job.root), "-o", "json"]).stdout)["report"]
+    told = ranks_are_told
+    if exports:
+        told = f"{COMMITTED} not exported: {told}"
     assert [each["message"] for each in report["failures"] if each["cause"] == "Failed"] == (
-        [ranks_are_told] if status == "failed" else []
+        [told] if status == "failed" else []
     )
 
 
@@ -141,8 +155,8 @@ def is_required(job: Job) -> None:
         ((worker("pending"), FULL), "CRASHED", "failed", DISK_FULL),
         ((worker("pending"), commits), "CRASHED", "committed", None),
         ((worker("pending"), commits), "RUNNING", "committed", None),
-        ((commits, fails_to_export), "FAILED", "failed", None),
-        ((is_required, commits), "FAILED", "failed", None),
+        ((commits, fails_to_export), "FAILED", "failed", f"{COMMITTED} not exported"),
+        ((is_required, commits), "FAILED", "failed", f"{COMMITTED} not replicated"),
         ((worker("pending"), is_superseded), "CANCELLED", "superseded", None),
         ((commits, is_removed), "COMPLETED", "committed", None),
     ],

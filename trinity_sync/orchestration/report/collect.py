@@ -47,7 +47,7 @@ from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
-from trinity_sync.storage.job_settings import JobSettings, read_job_settings
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
@@ -104,7 +104,7 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
     committed = {row.save for row in rows if row.status == "committed"}
     failures = group_failures(str(root), failed, steps, committed)
     in_flight = tuple(_list_in_flight(settings, root, spool, rows, server))
-    job = _read_job_settings(root)
+    job = read_job_settings(root)
     quarantined = list_paths(quarantine_folder(root), "*/global_step_*")
     return JobReport(
         root=str(root),
@@ -149,14 +149,6 @@ def collect_reports(settings: Settings) -> list[JobReport]:
 
     found = RootVisits("report").visit(roots, collect, limit_s=OTHERS_WAIT_S)
     return [found.get(root) or fail(root, "its file system does not answer") for root in roots]
-
-
-def _read_job_settings(root: Path) -> JobSettings:
-    """Return the settings of the job; while their file is torn, nothing is removed."""
-    try:
-        return read_job_settings(root)
-    except (TrinitySyncError, OSError):
-        return JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
 
 
 def is_running(root: Path) -> bool | None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from trinity_sync.client.prefect_api import FAILED, FlowRun
 from trinity_sync.client.prefect_connection import knows_server
-from trinity_sync.errors import FormatError, TrinitySyncError
+from trinity_sync.errors import FormatError
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import SaveRow, StepRow
 from trinity_sync.saves.journal import STATES_OF_RUNS, Entry, Journal
@@ -21,9 +21,10 @@ from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.discovery import list_known_runs, read_step_state
+from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import Manifest, read_run_head
+from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import list_steps_in_use, list_tags
 from trinity_sync.storage.runs import Run, find_superseding_run
@@ -36,7 +37,7 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
     """Yield the given steps. ``known`` are the runs of the job."""
     pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
     in_use, tags = list_steps_in_use(root), list_tags(root).values()
-    has_remote = _has_remote(root)
+    has_remote = bool(read_required_remote(root))
     for step in steps:
         found = read_step_state(root, step, known)
         row = StepRow(
@@ -55,13 +56,6 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
                 metrics=read_metrics(root, found.manifest.run, step),
             )
         yield row
-
-
-def _has_remote(root: Path) -> bool:
-    try:
-        return bool(read_required_remote(root))
-    except TrinitySyncError:  # reported by the command
-        return False
 
 
 def read_step(root: Path, step: int) -> StepRow:
@@ -121,6 +115,9 @@ def _make_row(
     if shown == "committed" and not (log or run):
         return None  # its entry was dropped from the log
     url = run.page if run else told.url if told else ""
+    reason = why or (run and run.state.message) or None
+    if shown == "failed" and facts.is_committed:
+        reason = ": ".join(filter(None, (f"the step is committed, and {status}", reason)))
     row = SaveRow(
         save[1], save[0], save[2], shown,
         since=done.committed_at if done else (told and told.at) or since or None,
@@ -128,7 +125,7 @@ def _make_row(
         attempts=run.attempts if run else None,
         flow_run=str(run.id) if run else url.rpartition("/")[2] or None,
         url=url or None,
-        reason=why or (run and run.state.message) or None,
+        reason=reason,
     )  # fmt: skip
     cause = "Superseded" if shown == "superseded" else _name_cause(run)
     return replace(row, cause=cause) if row.has_failed else row
@@ -142,8 +139,8 @@ def list_saves(
     ``runs`` are those of the last attempts, as far as a server was asked.
     """
     logged = {(each.run, each.step, each.timing.kind): each for each in read_saves(root)}
-    journal, known, has_remote = Journal(root), list_known_runs(root), _has_remote(root)
-    has_stack = knows_server(settings)
+    journal, known, has_stack = Journal(root), list_known_runs(root), knows_server(settings)
+    has_remote = bool(read_required_remote(root))
     with suppress(OSError):  # it tells nothing
         journal.read()
     found: dict[Save, tuple[int, float, Facts]] = {}  # of the last attempt that is known
@@ -168,7 +165,7 @@ def list_saves(
             facts,
             is_committed=bool(log or here),
             counts=not (here and must_copy) or is_replicated(root, here),
-            is_exported=not (here and here.failed_exports),
+            is_exported=not (here and _lacks_models(root, here, facts.told)),
             is_gone=facts.marked is None,  # what has completed was committed
             is_superseded=find_superseding_run(known, *save[:2]) is not None,
         )
@@ -196,6 +193,14 @@ def list_saves(
     rows = [look_up(each.save, each) for each in runs if step in (None, each.step)]
     rows += [look_up(save) for save in others if step in (None, save[1])]
     return sorted(filter(None, rows), key=lambda row: row.since or 0.0, reverse=True)
+
+
+def _lacks_models(root: Path, manifest: Manifest, told: Entry | None) -> bool:
+    """Return whether the export of a model has failed, or could not even be tried."""
+    if manifest.failed_exports or not (manifest.exports and told and told.has_failed):
+        return bool(manifest.failed_exports)
+    with_models = read_run_manifest(root, manifest.run, manifest.step, ranks={0})
+    return bool(with_models and list_missing_exports(with_models))
 
 
 def _tell(run: FlowRun, known: Entry | None) -> Entry | None:
