@@ -276,29 +276,17 @@ def register_heartbeat_monitoring(
 
 def create_alerts(client: SyncPrefectClient) -> None:
     """Create the automations that watch steps, paused; existing ones stay as users changed them."""
-    jobs: dict[str, Any] = {
-        "match": {"prefect.resource.id": f"{JOB_RESOURCE}*"},
-        "for_each": {"prefect.resource.id"},
+    committed, reactive = {f"{PREFIX}committed"}, {"posture": Posture.Reactive}
+    silent = {"posture": Posture.Proactive, "after": committed, "within": NO_COMMIT_WITHIN}
+    alerts: dict[str, dict[str, Any]] = {
+        SAVE_FAILED_AUTOMATION: {"expect": {f"{PREFIX}failed", f"{PREFIX}evicted"}, **reactive},
+        NO_COMMIT_AUTOMATION: {"expect": committed, **silent},
+        CORRUPTED_AUTOMATION: {"expect": {f"{PREFIX}corrupted"}, **reactive},
     }
-    committed = f"{PREFIX}committed"
-    failed = EventTrigger(
-        **jobs, expect={f"{PREFIX}failed", f"{PREFIX}evicted"}, posture=Posture.Reactive
-    )
-    silent = EventTrigger(
-        **jobs,
-        after={committed},
-        expect={committed},
-        posture=Posture.Proactive,
-        within=NO_COMMIT_WITHIN,
-    )
-    corrupted = EventTrigger(**jobs, expect={f"{PREFIX}corrupted"}, posture=Posture.Reactive)
-    triggers = {
-        SAVE_FAILED_AUTOMATION: failed,
-        NO_COMMIT_AUTOMATION: silent,
-        CORRUPTED_AUTOMATION: corrupted,
-    }
-    for name, trigger in triggers.items():
+    for name, events in alerts.items():
         if not client.read_automations_by_name(name):
+            jobs = {"prefect.resource.id": f"{JOB_RESOURCE}*"}
+            trigger = EventTrigger(match=jobs, for_each={"prefect.resource.id"}, **events)
             alert = AutomationCore(
                 name=name,
                 description="Paused: add an action, such as a notification, and switch it on. "

@@ -132,7 +132,6 @@ for _name in (
     "_get_scheduled_flow_runs",
     "_release_limit_slot",
     "_submit_run",
-    "_submit_scheduled_flow_runs",
     "_description",
     "_documentation_url",
 ):
@@ -227,12 +226,8 @@ class InProcessWorker(_Worker):
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         before = datetime.now(UTC) + timedelta(seconds=int(self._prefetch_seconds))
-        return await self.complete_due_runs(await super()._get_scheduled_flow_runs(), before)
-
-    async def _submit_scheduled_flow_runs(
-        self, flow_run_response: list[WorkerFlowRunResponse]
-    ) -> list[FlowRun]:
-        return await super()._submit_scheduled_flow_runs(self.select_runs(flow_run_response))
+        due = await self.complete_due_runs(await super()._get_scheduled_flow_runs(), before)
+        return self.select_runs(due)
 
     async def _submit_run(self, flow_run: FlowRun) -> None:
         """Acquire and execute a run; an error must not cancel the other runs of the task group.

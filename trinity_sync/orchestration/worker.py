@@ -90,11 +90,6 @@ def _is_away(error: Exception) -> bool:
     return isinstance(error, (*gone, ConnectionClosed))
 
 
-def _get_job(flow_run: FlowRun) -> str:
-    """Return the job that a run is for; the flow if it is for all jobs."""
-    return next((tag for tag in flow_run.tags if tag.startswith("job:")), str(flow_run.flow_id))
-
-
 class TrinitySyncWorker(
     InProcessWorker, BaseWorker[BaseJobConfiguration, BaseVariables, BaseWorkerResult]
 ):
@@ -236,7 +231,9 @@ class TrinitySyncWorker(
         turns = Counter(held)
         in_turns = []
         for each in new:
-            place = (each.work_queue_id, _get_job(each.flow_run))
+            tags, flow = each.flow_run.tags, str(each.flow_run.flow_id)  # which is for all jobs
+            job = next((tag for tag in tags if tag.startswith("job:")), flow)
+            place = (each.work_queue_id, job)
             in_turns.append((turns[place], place, each))
             turns[place] += 1
         selected = []

@@ -188,7 +188,7 @@ def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
 
             async def take(*waiting: WorkerFlowRunResponse) -> set[UUID]:
                 """Runs that are under way after a look at those that wait."""
-                await worker._submit_scheduled_flow_runs(list(waiting))
+                await worker._submit_scheduled_flow_runs(worker.select_runs(waiting))
                 await let_tasks_run()
                 return set(worker._running)
 

@@ -126,12 +126,8 @@ async def end_unreported_tasks(api: PrefectApi, pool: str, *, late_s: float = LA
     )
     for run in await api.read_pool_runs(pool, *FINAL, ids=list(tasks)) if tasks else ():
         why = f"Its flow run is {run.state.name}; its own final state was lost."
-        end = State("CRASHED", "Crashed", why)
-        if run.state.type == "COMPLETED":
-            end = State("COMPLETED", "Completed", why)
-        elif run.state.name == "Cancelled":
-            end = State("CANCELLED", "Cancelled", why)
-        await api.end_tasks(tasks[str(run.id)], end)
+        end = run.state.type if run.state.type in ("COMPLETED", "CANCELLED") else "CRASHED"
+        await api.end_tasks(tasks[str(run.id)], State(end, end.capitalize(), why))
 
 
 def _find_acquisitions(states: Sequence[State]) -> list[State]:
