@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from trinity_sync.errors import CommitError, ConfigError, LockTimeoutError
+from trinity_sync.errors import CommitError, ConfigError, LockTimeoutError, warn_once
 from trinity_sync.fs.atomic import is_trusted
 from trinity_sync.fs.direct_io import (
     digest_bytes,
@@ -179,22 +179,31 @@ def find_own_shards(
     Raises:
         CommitError: as `load_states`.
     """
-    step = manifest.step
-    shards_of_role = [r for r in manifest.files if r.role == role and r.is_shard]
+    step, shards = manifest.step, [r for r in manifest.files if r.role == role and r.is_shard]
+    saved_by = max((record.world_size for record in shards), default=world_size)
     mine = {
         record.component: record
-        for record in shards_of_role
+        for record in shards
         # of one rank: replicated, if others are of several
-        if (record.rank, record.world_size) in ((rank, world_size), (0, 1))
+        if (record.rank, record.world_size) in ((rank, saved_by), (0, 1))
     }
-    saved_by = max((record.world_size for record in shards_of_role), default=world_size)
-    if world_size != saved_by:
-        raise CommitError(
-            f"step {step} in {root}, role {role}, was saved by {saved_by} rank(s), and this is "
-            f"rank {rank} of {world_size}; load it with as many ranks. FSDPCheckpointManager."
-            "load_checkpoint reshards FSDP states; with DDP, load the state of any rank "
-            "(docs/how-to/resharding.md)."
-        )
+    if world_size != saved_by:  # any number of ranks loads what all of those have alike
+        alike = {(r.component, r.digest): r for r in shards if r.component != "extra_state"}
+        if not alike or len({component for component, _ in alike}) < len(alike):
+            raise CommitError(
+                f"step {step} in {root}, role {role}, was saved by {saved_by} rank(s), and this is "
+                f"rank {rank} of {world_size}; load it with as many ranks. On any number, "
+                "Checkpoints.load_into loads its weights, FSDPCheckpointManager.load_checkpoint "
+                f"veRL's states, and dcp.load what trinity-sync export dcp {root} {step} OUT writes"
+            )
+        mine = {name: r for name, r in mine.items() if name == "extra_state" and rank < saved_by}
+        if not mine and len(alike) < len({record.component for record in shards}):
+            warn_once(
+                f"step {step} in {root} was saved by {saved_by} rank(s), so rank {rank} of "
+                f"{world_size} gets no extra_state; Checkpoints.load with rank=0 and "
+                f"world_size={saved_by} returns that of rank 0"
+            )
+        mine |= {component: record for (component, _), record in alike.items()}
     if not mine:
         raise CommitError(
             f"step {step} in {root} has no shards of role {role} for rank {rank} of {world_size}; "

@@ -1,5 +1,6 @@
 """What is equal on several ranks is saved once, by the first of them, and loaded by all."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
-from trinity_sync.errors import ConfigError, MissingShardsError
+from trinity_sync.errors import CommitError, ConfigError, MissingShardsError
 from trinity_sync.layout import FULL_CHECKPOINT_MARK, shard_file, step_folder
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.snapshot.ticket import list_components
@@ -61,6 +62,55 @@ def test_it_is_one_file_that_all_ranks_load(
     model = torch.nn.ParameterDict({"w": torch.zeros(5000)})
     Checkpoints(job.root).load_into(4, model)
     assert torch.equal(model["w"], torch.arange(5000.0))
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "each rank saves it"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_number_of_ranks_loads_it(
+    ranks: list[CheckpointCoordinator],
+    job: Job,
+    coordinator_of: Open,
+    caplog: pytest.LogCaptureFixture,
+    declared: bool,
+    world_size: int,
+) -> None:
+    for rank, saves in enumerate(ranks):
+        saves.save(4, states(rank), replicated=REPLICATED if declared else ())
+    commit(job, 4)
+    for rank in range(world_size):
+        saves = coordinator_of(rank=rank, world_size=world_size, run_key="next")
+        weights = torch.zeros(5000)
+        loaded = saves.load_into(4, {"model": {"w": weights}})
+        assert torch.equal(weights, torch.arange(5000.0))
+        assert torch.equal(loaded["optim"]["m"], torch.ones(5000))
+        extra = loaded.get("extra_state")
+        assert (extra and extra["rng"].tolist()) == ([rank] * 3 if rank < 2 else None)
+    assert ("rank 2 of 3 gets no extra_state" in caplog.text) == (world_size == 3)
+
+
+def test_what_one_process_has_saved_is_loaded_by_several_ranks(
+    job: Job, coordinator_of: Open
+) -> None:
+    coordinator_of().save(4, states(0))
+    commit(job, 4)
+    for rank in (0, 1):
+        loaded = coordinator_of(rank=rank, world_size=2, run_key="next").load(4)
+        assert torch.equal(loaded["model"]["w"], torch.arange(5000.0))
+        assert ("extra_state" in loaded) == (rank == 0)
+
+
+def test_shards_are_loaded_by_as_many_ranks_only(
+    ranks: list[CheckpointCoordinator], job: Job, coordinator_of: Open
+) -> None:
+    for rank, saves in enumerate(ranks):
+        saves.save(4, {**states(rank), "model": {"w": torch.full((9,), float(rank))}})
+    commit(job, 4)
+    alone = coordinator_of(run_key="next")
+    for load in (alone.load, partial(alone.load_into, states={"model": {"w": torch.zeros(9)}})):
+        with pytest.raises(
+            CommitError, match=r"saved by 2 rank\(s\), and .* export dcp .*/ckpts 4"
+        ):
+            load(4)
 
 
 RANK = """
