@@ -29,10 +29,11 @@ import hashlib
 import operator
 import os
 import re
+import reprlib
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from trinity_sync.errors import ConfigError
 
@@ -95,6 +96,7 @@ def refuse_url(root: str | Path) -> None:
         ConfigError: it is a URL, and the message names the setting for a remote; or the path is
             empty or not valid text.
     """
+    check_type("root", root, str | Path, "a folder")
     if not str(root):
         raise ConfigError("the root is empty, as is a variable without a value; pass a folder")
     if not _is_utf8(Path(root).absolute()) or not is_path(str(root)):
@@ -227,8 +229,15 @@ def check_number(what: str, value: object) -> int:
     except (TypeError, ValueError, RuntimeError):
         number = -1
     if not 0 <= number < 10**18:
-        raise ConfigError(f"{what} {value!r} is not a whole number from 0 to 10^18; pass an int")
+        given = reprlib.repr(value)  # a state that was passed in its place is long
+        raise ConfigError(f"{what} {given} is not a whole number from 0 to 10^18; pass an int")
     return number
+
+
+def check_type(what: str, value: object, kind: Any, wanted: str) -> None:
+    """Raise `ConfigError`, with what is wanted, unless a value is of a type or union of types."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{what} may not be {reprlib.repr(value)}; pass {wanted}")
 
 
 def check_name(what: str, value: str) -> str:
@@ -240,7 +249,7 @@ def check_name(what: str, value: str) -> str:
     """
     if (what, value) == ("role", "attachments"):
         raise ConfigError("role 'attachments' has the folder of what is attached; rename the role")
-    if not _NAME.fullmatch(value):
+    if not (isinstance(value, str) and _NAME.fullmatch(value)):
         raise ConfigError(
             f"{what} {value!r} may hold letters, digits, '_' and '-' only, 100 at most"
         )

@@ -179,7 +179,7 @@ app = App(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Checkpoints for RL post-training: run the stack, inspect and manage checkpoints.\n\n"
     "ROOT is the folder of a job. A STEP is a number, a tag, latest, latest~1 for the one before, "
-    "or healthy.\n\n"
+    "healthy, or best=val_loss:min.\n\n"
     "Settings of the stack are in trinity_sync.toml (trinity-sync config show); TRINITY_SYNC_HOME "
     "is its folder, and PREFECT_API_URL names an external server.",
     epilog=examples(
@@ -275,8 +275,8 @@ Step = Annotated[
     typer.Argument(
         metavar="STEP",
         autocompletion=complete_step,
-        help="Step: its number, a tag, latest, latest~1 for the one before, or healthy: the newest "
-        "without NaN or infinite values.",
+        help="Step: its number, a tag, latest, latest~1 for the one before, healthy: the newest "
+        "without NaN or infinite values, or best=val_loss:min by a metric.",
     ),
 ]
 Role = Annotated[str, typer.Option(help="Role, e.g. actor.")]
@@ -342,11 +342,10 @@ def require_existing(root: Path) -> Path:
 
 
 def resolve_step_argument(root: Path, step: str) -> int:
-    """Return the number of a step, given by number or tag, as ``latest`` or as ``latest~N``.
+    """Return the number of a step in any form of `resolve_step`.
 
     Raises:
-        ConfigError: The root is not a folder, or the job has no such tag.
-        CommitError: ``latest`` is asked for, and no checkpoint is committed.
+        ConfigError, CommitError: as `resolve_step`, or the root is none of a job.
     """
     from trinity_sync.storage.pins import resolve_step
 

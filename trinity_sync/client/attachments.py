@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, step_folder
+from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, check_type, step_folder
 from trinity_sync.snapshot.packed import Packed, list_files, pack, require_names
 from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.manifest import is_own_file
@@ -46,6 +46,7 @@ class Attachments:
                 step was submitted already.
         """
         path = attachment_path(name, self._rank)
+        check_type(name, content, str | Path | bytes | bytearray, "bytes, or the path of a file")
         _refuse_own_names([path])
         self._require_before_save(step, name)
         with self._defer_errors(step, "checkpoint", name):
@@ -155,7 +156,7 @@ def attachment_path(name: str, rank: int) -> str:
     Raises:
         ConfigError: the name is invalid.
     """
-    if not _NAME.fullmatch(name):
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise ConfigError(
             f"attachment {name!r}: a name holds at most 200 letters, digits, '.', '_' and '-', "
             "begins with a letter or digit, and is not rank_<number>"

@@ -27,6 +27,7 @@ from trinity_sync.storage.metrics import (
     read_metrics,
     write_metrics,
 )
+from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.restore import load_bytes, load_states
 from trinity_sync.storage.runs import is_run_gone
 from trinity_sync.weights.committed import name_commit
@@ -103,13 +104,27 @@ class Checkpoints:
             and read_manifest_state(self.root, each, runs=(), paths=()).state == "valid"
         ]
 
+    def resolve(self, step: int | str) -> int:
+        """Return the number of the step that a word names, as `latest_step` does of ``latest``.
+
+        Args:
+            step: as in `CheckpointCoordinator.load`.
+
+        Raises:
+            ConfigError, CommitError: there is no such tag, or no such checkpoint.
+        """
+        number = resolve_step(self.root, step)
+        if isinstance(step, str) and step != str(number):
+            self._name(require_committed(self.root, number, paths=()), again=True)
+        return number
+
     def load(
-        self, step: int, *, role: str = "actor", rank: int = 0, world_size: int = 1
+        self, step: int | str, *, role: str = "actor", rank: int = 0, world_size: int = 1
     ) -> dict[str, Any]:
         """Load the states that one rank saved at a committed step.
 
         Args:
-            step: number of the step.
+            step: as in `resolve`.
             role: role whose states are loaded.
             rank: rank that saved them.
             world_size: number of ranks that saved together; any other raises `CommitError`.
@@ -120,41 +135,53 @@ class Checkpoints:
         Raises:
             CommitError: the step is not committed, has no shards of this rank, or is corrupted.
         """
-        with lease_to_read(self.root, check_number("step", step), READER) as manifest:
+        step = self.resolve(step)
+        with lease_to_read(self.root, step, READER) as manifest:
             self._name(manifest)
             return load_states(
                 self.root, step, role, rank=rank, world_size=world_size, manifest=manifest
             )
 
     def load_into(
-        self, step: int, target: Target, *, role: str = "actor", dtype: torch.dtype | None = None
-    ) -> None:
+        self,
+        step: int | str,
+        target: Target,
+        *,
+        role: str = "actor",
+        dtype: torch.dtype | None = None,
+    ) -> int:
         """Copy the weights of a committed step into a module, whatever number of ranks saved them.
 
         Args:
-            step: number of the step.
+            step: as in `resolve`.
             target: module, or tensors by name, on any device; every parameter and buffer is filled.
                 Shapes are those of the trainer's full tensors.
             role: role of the weights.
             dtype: dtype to which floating-point tensors are rounded as they are copied; by default
                 they keep the trainer's, which the target then has to have.
 
+        Returns:
+            The step's number.
+
         Raises:
             CommitError: the step is not committed.
+            ConfigError: the target is neither a module nor tensors by name.
             WeightSyncError: it has no such weights or is corrupted; or names, shapes or dtypes
                 differ, or a target is a DTensor or on the meta device: nothing was loaded.
         """
-        manifest = require_committed(self.root, check_number("step", step), paths=())
+        step = self.resolve(step)
+        manifest = require_committed(self.root, step, paths=())
         version = replace(self._name(manifest), role=role)
         opener = VersionOpener(READER, verify=True, dtype=dtype)
         with opener.open_checkpoint(version) as view:
             view.load_into(target)
+        return step
 
-    def attachment(self, step: int, name: str, *, rank: int = 0) -> bytes:
+    def attachment(self, step: int | str, name: str, *, rank: int = 0) -> bytes:
         """Return what a rank attached to a committed step.
 
         Args:
-            step: number of the step.
+            step: as in `resolve`.
             name: name that `CheckpointCoordinator.attach` was given.
             rank: rank that attached it.
 
@@ -162,19 +189,20 @@ class Checkpoints:
             CommitError: the step is not committed, is corrupted, or has no such attachment.
             ConfigError: the name is invalid.
         """
-        self._find_run(check_number("step", step))
-        return load_bytes(self.root, check_number("step", step), attachment_path(name, rank))
+        step = self.resolve(step)
+        self._find_run(step)
+        return load_bytes(self.root, step, attachment_path(name, rank))
 
-    def metrics(self, step: int) -> dict[str, float]:
+    def metrics(self, step: int | str) -> dict[str, float]:
         """Return the metrics of a step by name; empty if it has none.
 
         Args:
-            step: number of the step, which need not be committed.
+            step: as in `resolve`; it need not be committed.
 
         Raises:
             FormatError: another release has recorded them.
         """
-        step = check_number("step", step)
+        step = self.resolve(step)
         return read_metrics(self.root, self._find_run(step), step)
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -21,12 +21,12 @@ from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import EmergencySave, noticed_by_any, run_emergency_save
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.client.save_submitter import select_own
+from trinity_sync.client.save_submitter import read_states, select_own
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.savers import NOTHING_STAGED, DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers
-from trinity_sync.layout import KINDS, Kind, check_name, check_number, step_folder
+from trinity_sync.layout import KINDS, Kind, check_name, check_number, check_type, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, require_root
 from trinity_sync.snapshot.save_id import Export, Origin
@@ -262,7 +262,7 @@ class CheckpointCoordinator(Collaborators):
         step = self.latest_step(kind, settle_s=settle_s, healthy=healthy)
         return None if step is None else step_folder(self.root, step)
 
-    def load(self, step: int, *, role: str = "actor") -> dict[str, Any]:
+    def load(self, step: int | str, *, role: str = "actor") -> dict[str, Any]:
         """Load this rank's states of a committed step, from which this run then resumes.
 
         To load a step for an evaluation, use `Checkpoints`, which begins no run.
@@ -273,7 +273,8 @@ class CheckpointCoordinator(Collaborators):
         its error.
 
         Args:
-            step: training step.
+            step: training step, or a word as of the command: ``latest``, ``latest~1``, ``healthy``,
+                ``best=val_loss:min`` or a tag, once saves in flight are committed.
             role: role whose states are loaded.
 
         Returns:
@@ -285,27 +286,28 @@ class CheckpointCoordinator(Collaborators):
             CommitError: the step is not committed, has no shards for this rank, or is corrupted.
             ConfigError, RootInUseError: as in `check_resume`.
         """
-        step = check_number("step", step)
+        step = self._loader.resolve(step)
         self.check_resume(step)
         return self._loader.load(step, role)
 
     def load_into(
-        self, step: int, states: Mapping[str, Any], *, role: str = "actor"
+        self, step: int | str, states: Mapping[str, Any] | torch.nn.Module, *, role: str = "actor"
     ) -> dict[str, Any]:
         """Fill live tensors with this rank's states of a committed step, and resume from it.
 
         As `load`, but what is in ``states`` is filled in place, which takes one copy and no memory
         of its own::
 
-            loaded = saves.load_into(step, {"model": model.state_dict()})
-            optimizer.load_state_dict(loaded["optim"])
+            loaded = saves.load_into(step, {"model": model, "optim": optimizer})
+            scheduler.load_state_dict(loaded["extra_state"])
 
         Args:
-            step: training step.
+            step: as in `load`.
             states: live state by component, of the structure that was saved, such as
-                ``model.state_dict()``. Its tensors are filled, on their devices; a DTensor's shard
-                is. Components that are left out are loaded into new memory, as by `load`: an
-                optimizer before its first step has no tensors to fill.
+                ``model.state_dict()``, or the module; a module alone is ``model``. Its tensors are
+                filled, on their devices; a DTensor's shard is. Any other object, such as an
+                optimizer, gets its state by its ``load_state_dict``. Components that are left out
+                are loaded into new memory, as by `load`.
             role: role whose states are loaded.
 
         Returns:
@@ -319,11 +321,18 @@ class CheckpointCoordinator(Collaborators):
             CommitError, RootInUseError: as `load`. An error of a corrupted file says which
                 components have changed.
         """
-        step = check_number("step", step)
+        given = {"model": states} if isinstance(states, torch.nn.Module) else states
+        step, live = self._loader.resolve(step), read_states(given, torch.nn.Module)
         self.check_resume(step)
-        return self._loader.load(step, role, states)
+        loaded = self._loader.load(step, role, live)
+        for name, each in live.items():
+            if hasattr(each, "load_state_dict"):
+                each.load_state_dict(loaded[name])
+        return loaded
 
-    def open(self, step: int, *, role: str = "actor") -> AbstractContextManager[dict[str, Any]]:
+    def open(
+        self, step: int | str, *, role: str = "actor"
+    ) -> AbstractContextManager[dict[str, Any]]:
         """Open this rank's states of a committed step in place, and resume from it.
 
         As `load`, but if this node still holds the states in memory, the tensors are views of it,
@@ -337,7 +346,7 @@ class CheckpointCoordinator(Collaborators):
         step. They must not be used after it.
 
         Args:
-            step: training step.
+            step: as in `load`.
             role: role whose states are opened.
 
         Returns:
@@ -346,7 +355,7 @@ class CheckpointCoordinator(Collaborators):
         Raises:
             CommitError, ConfigError, RootInUseError: as `load`, at the begin of the block.
         """
-        step = check_number("step", step)
+        step = self._loader.resolve(step)
         self.check_resume(step)
         return self._loader.open(step, role, {})
 
@@ -406,6 +415,7 @@ class CheckpointCoordinator(Collaborators):
             CommitError: the step is not committed, is corrupted, or has no such folder.
             ConfigError: the name is invalid, or ``to`` has files or cannot be written.
         """
+        check_type("to", to, str | Path, "a new folder")
         path = f"{role}/{name}" if role else attachment_path(name, self.rank)
         step = check_number("step", step)
         with lease_to_read(self.root, step, "restore of a folder") as manifest:
@@ -466,6 +476,7 @@ class CheckpointCoordinator(Collaborators):
         keep: int = 0,
         export: Export = "",
         replicated: Collection[str] = (),
+        metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         """Submit the states of a step; the save commits even if this process then dies.
 
@@ -479,7 +490,7 @@ class CheckpointCoordinator(Collaborators):
             step: training step, from 0 on, of any integral type.
             components: this rank's state by component (``model``, ``optim``, ``extra_state``):
                 anything that ``torch.save`` accepts, with tensors of any shape, dtype and device
-                and DTensors.
+                and DTensors. Of a module, an optimizer or the like it is its ``state_dict()``.
             role: role of the states; they become files in ``global_step_{step}/{role}/``.
             kind: ``checkpoint`` for all components, ``state_dict`` for the weights of a sync.
             metadata: small files to commit with the shards, by path below the role's folder, or a
@@ -500,6 +511,7 @@ class CheckpointCoordinator(Collaborators):
                 With DTensors, as with HSDP under FSDP2, the first of the ranks with the same shards
                 saves them, and its files have the names of all. `load` returns them on all ranks.
                 Each rank has another component, such as ``extra_state``, as well.
+            metrics: numbers by name, as for `record_metrics`.
 
         Returns:
             What was staged, the seconds for which the caller was stalled, and whether the save is
@@ -517,7 +529,7 @@ class CheckpointCoordinator(Collaborators):
                 not stop the training: the handle has it as ``failure``, and `wait_all` raises it.
         """
         self._require_own_process()
-        step = check_number("step", step)
+        step, components = check_number("step", step), read_states(components)
         replicas: dict[str, tuple[int, ...]] = {}
         if replicated:
             components, replicated, replicas = select_own(
@@ -535,6 +547,8 @@ class CheckpointCoordinator(Collaborators):
             replicas=replicas,
             again=self._run.require_next_step(step, role, kind),
         )
+        if metrics is not None:
+            self._metrics.record(step, metrics)
         return self._submit(origin, components, metadata, overlap=overlap)
 
     def _submit(
@@ -668,6 +682,7 @@ class CheckpointCoordinator(Collaborators):
                 of trinity_sync or NFS, or a link to a folder above it.
         """
         self._require_own_process()
+        check_type(f"step {step}: {name}", folder, str | Path, "a folder")
         self._attachments.add_folder(check_number("step", step), name, Path(folder).absolute())
 
     def attach_written(self, folder: Path, *, step: int) -> None:
@@ -741,7 +756,7 @@ class CheckpointCoordinator(Collaborators):
         self._metrics.record(check_number("step", step), metrics)
 
     def upload(
-        self, step: int, collect: Callable[[], Any], *, role: str = "actor"
+        self, step: int, collect: Any, *, role: str = "actor"
     ) -> tuple[VersionTag | None, Staged]:
         """Publish the weights of a step to readers on this node, without saving them.
 
@@ -750,8 +765,8 @@ class CheckpointCoordinator(Collaborators):
 
         Args:
             step: training step, which is the version of the weights.
-            collect: returns the model's state dict; called only if it has to be staged, or compared
-                with an earlier upload of this step.
+            collect: the model, its state dict, or a function that returns that, which is called
+                only if it has to be staged, or compared with an earlier upload of this step.
             role: role whose weights these are.
 
         Returns:
@@ -765,10 +780,14 @@ class CheckpointCoordinator(Collaborators):
             SpoolError, ImageError: as in `save`, for the first image of this process.
         """
         self._require_own_process()
-        self._run.require_not_superseded(check_number("step", step))
-        origin = self._submitter.origin(check_number("step", step), role, "state_dict")
+        step, state = check_number("step", step), getattr(collect, "state_dict", collect)
+        if not callable(state):
+            check_type(f"step {step}: what is uploaded", state, Mapping, "model.state_dict()")
+        self._run.require_not_superseded(step)
+        origin = self._submitter.origin(step, role, "state_dict")
         self._metrics.flush()
-        published, staged = self._states.upload(origin, collect)
+        call = state if callable(state) else lambda: state
+        published, staged = self._states.upload(origin, call)
         if published:
             self._uploads.start(published)
         return published, staged

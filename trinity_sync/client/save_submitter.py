@@ -7,8 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.errors import ConfigError
@@ -21,6 +19,7 @@ from trinity_sync.layout import (
     check_choice,
     check_name,
     check_number,
+    check_type,
 )
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.image import LaidOut
@@ -123,9 +122,9 @@ class SaveSubmitter:
         """Check the arguments of `CheckpointCoordinator.save`.
 
         Raises:
-            ConfigError: there is no component or an unknown one, one is a module, the kind or the
-                export is unknown, or the role is not the job's; or `submit_callables` has submitted
-                the save, which may be committed.
+            ConfigError: there is no component or an unknown one, the kind or the export is unknown,
+                or the role is not the job's; or `submit_callables` has submitted the save, which
+                may be committed.
         """
         if kind not in KINDS or export not in get_args(Export):
             check_choice(f"step {step}: kind", kind, KINDS)
@@ -139,9 +138,6 @@ class SaveSubmitter:
                 "optim or extra_state, such as {'model': model.state_dict()}, and put everything "
                 "else into extra_state"
             )
-        for name, state in components.items():
-            if isinstance(state, torch.nn.Module):
-                raise ConfigError(f"step {step}: {name} is a module; pass its state_dict()")
         if kind == "checkpoint" and role not in self.roles:
             raise ConfigError(
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
@@ -214,6 +210,21 @@ class SaveSubmitter:
         save = SaveId(root, run.number, run.key, step, kind, roles, identity=identity)
         attempt = self.attempts.get(save)
         return replace(save, attempt=attempt) if attempt else save
+
+
+def read_states(components: Mapping[str, Any], of: type = object) -> dict[str, Any]:
+    """Return components with the states of those that are objects of a type and have one.
+
+    Raises:
+        ConfigError: they are no dict.
+    """
+    check_type("components", components, Mapping, "a dict, such as {'model': model.state_dict()}")
+    return {
+        name: state.state_dict()
+        if isinstance(state, of) and hasattr(state, "state_dict")
+        else state
+        for name, state in components.items()
+    }
 
 
 def select_own(

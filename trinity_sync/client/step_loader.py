@@ -25,6 +25,7 @@ from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import open_states
 from trinity_sync.storage.restore_into import fill_states
@@ -64,6 +65,14 @@ class StepLoader:
                 warn_of_other_step(self.root, manifest.step)
             return manifest.step if manifest else None
 
+        return self._find(find, settle_s)
+
+    def resolve(self, step: int | str) -> int:
+        """As `resolve_step`; a text once saves in flight are committed."""
+        find = partial(resolve_step, self.root, step)
+        return self._find(find) if isinstance(step, str) else find()
+
+    def _find(self, find: Callable[[], T], settle_s: float = 60.0) -> T:
         if not self._asks_together:
             self._settle(settle_s)
             return find()
@@ -90,7 +99,7 @@ class StepLoader:
         with ExitStack() as opened:
             with lease as manifest:
                 filled = fill_states(self.root, manifest, role, live, run_together=together, **own)
-                own |= {"manifest": manifest, "besides": [*live], "borrow": borrow}
+                own |= {"manifest": manifest, "besides": [*filled], "borrow": borrow}
                 rest = open_states(self.root, step, role, **own)
                 others = together(lambda: opened.enter_context(rest))
                 adopt_meshes(others, live)

@@ -37,7 +37,7 @@ from trinity_sync.adapter import (
 from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.snapshot.stager import ATTACHMENTS
-from trinity_sync.storage.pins import list_pins, pin_ahead, unpin
+from trinity_sync.storage.pins import BEST, find_pinned_best, list_best, pin_ahead, unpin
 from trinity_sync.storage.restore import load_shards
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,6 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where a library writes small files: neither a slow nor a full disk concerns a training."""
 WAIT_S = 20.0
 """Seconds for which ranks wait for commits between two collective calls, which have a timeout."""
-
-BEST = "best model of the training"
-"""Reason of the pin of the best step, which the trainer removes once another step is better."""
 
 
 class TrainerSaves:
@@ -170,7 +167,7 @@ class TrainerSaves:
             try:
                 if not read_manifest(self.root, step, ranks=()):
                     return False
-                for each in self._list_best():
+                for each in list_best(self.root):
                     if each != step:
                         unpin(self.root, each)
             except (OSError, TrinitySyncError) as error:
@@ -187,18 +184,11 @@ class TrainerSaves:
 
     def find_best(self, step: int) -> int | None:
         """Return the best step if it is committed, otherwise the newest that is pinned as best."""
-
-        def find() -> int | None:
-            if read_manifest(self.root, step, ranks=()):
-                return step
-            found = (each for each in self._list_best() if read_manifest(self.root, each, ranks=()))
-            return max(found, default=None)
-
-        return self.run_on_rank_0(find)
-
-    def _list_best(self) -> list[int]:
-        pins = list_pins(self.root, skip_torn=True)
-        return [each.step for each in pins if each.reason == BEST and not each.name]
+        return self.run_on_rank_0(
+            lambda: (
+                step if read_manifest(self.root, step, ranks=()) else find_pinned_best(self.root)
+            )
+        )
 
     def wait_all(self) -> None:
         """Wait until all saves are committed, however long a collective call may take.

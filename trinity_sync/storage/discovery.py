@@ -195,28 +195,21 @@ def find_newest(
     """Return the manifest to resume from: the last step of the last run that committed one.
 
     It goes by manifests, not by the latest pointer, which may lag behind after a crash. ``healthy``
-    excludes steps with values that are not finite; ``without`` are as in `iter_newest_first`.
+    and ``without`` are as in `iter_newest_first`.
 
     Raises:
         FormatError: another release has committed a step.
     """
-    for manifest in iter_newest_first(root, kind, without=without):
-        if healthy and manifest.nonfinite:
-            logger.warning("step %d in %s has %s", manifest.step, root, manifest.nonfinite)
-            continue
-        try:
-            return require_committed(root, manifest.step)
-        except CommitError as error:
-            logger.warning("%s", error)
-    return None
+    return next(iter_newest_first(root, kind, healthy=healthy, without=without), None)
 
 
 def iter_newest_first(
-    root: str | Path, kind: Kind, *, without: Collection[int] = ()
+    root: str | Path, kind: Kind, *, healthy: bool = False, without: Collection[int] = ()
 ) -> Iterator[Manifest]:
-    """Yield the manifests of a kind, the last step of the last run first.
+    """Yield the manifests of the valid steps of a kind, the last step of the last run first.
 
     Superseded steps are left out, see `find_superseded_steps`; those ``without`` supersede none.
+    ``healthy`` excludes steps with values that are not finite.
 
     Raises:
         FormatError: another release has committed a step.
@@ -225,7 +218,14 @@ def iter_newest_first(
     found = [each for each in every if each.serves(kind)]
     superseded = find_superseded_steps(found, list_known_runs(root))
     counting = [each for each in found if each.step not in superseded]
-    yield from sorted(counting, key=lambda each: (each.run, each.step), reverse=True)
+    for manifest in sorted(counting, key=lambda each: (each.run, each.step), reverse=True):
+        if healthy and manifest.nonfinite:
+            logger.warning("step %d in %s has %s", manifest.step, root, manifest.nonfinite)
+            continue
+        try:
+            yield require_committed(root, manifest.step)
+        except CommitError as error:
+            logger.warning("%s", error)
 
 
 def require_committed(

@@ -19,7 +19,7 @@ from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
 from trinity_sync.fs.atomic import read_uncached, remove_file, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, encode_record, read_record
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.layout import PRIVATE_FOLDER, check_type
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.runs import find_newest_run
@@ -107,13 +107,14 @@ def check_metrics(step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         ConfigError: a name cannot be used in a retention policy, or a value is not a number.
     """
-    if bad := [name for name in metrics if not re.fullmatch(r"[^:=,]+", name)]:
+    check_type(f"metrics of step {step}", metrics, Mapping, "a dict, such as {'reward': 0.9}")
+    if bad := [name for name in metrics if not re.fullmatch(r"[^:=,]+", str(name))]:
         raise ConfigError(
             f"metric {bad[0]!r} of step {step} cannot be used in a retention policy; choose a "
             "name without ':', '=' and ','"
         )
     try:
-        return {name: float(value) for name, value in metrics.items()}
+        return {str(name): float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(
             f"metrics {sorted(metrics)} of step {step}: a value is not a number ({error}); "

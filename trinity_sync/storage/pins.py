@@ -10,11 +10,13 @@ A pin is acquired as a lease is (`leases`), and does not expire. A tag moves to 
 rename of its file, so it names a step at every instant.
 """
 
+import math
 import re
 import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from trinity_sync.errors import CommitError, ConfigError, ManifestError
@@ -27,13 +29,19 @@ from trinity_sync.fs.atomic import (
     sync_folder,
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
-from trinity_sync.layout import PRIVATE_FOLDER, check_name, parse_number
-from trinity_sync.storage.discovery import iter_newest_first, read_manifest_state, require_run
+from trinity_sync.layout import PRIVATE_FOLDER, check_name, check_number, parse_number
+from trinity_sync.storage.discovery import iter_newest_first, require_run
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import list_leases, prevent_removal
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.metrics import read_metrics
 
 _LATEST = re.compile(r"(latest|healthy)(?:~(\d{1,9}))?")
 """What names the newest checkpoint, or with ``~1`` the one before it; no tag has such a name."""
+_BEST = re.compile(r"best=(?:\d+:)?([^:=,]+):(min|max)")
+"""What names the best checkpoint by a metric, also as a word of a retention policy."""
+BEST = "best model of the training"
+"""Reason of the pin of a trainer's best step, which it removes once another step is better."""
 
 
 @dataclass(frozen=True)
@@ -164,28 +172,51 @@ def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
     return {each.name: each for each in list_pins(root, skip_torn=skip_torn) if each.name}
 
 
-def resolve_step(root: str | Path, text: str) -> int:
+def list_best(root: str | Path) -> list[int]:
+    """Return the steps that a trainer has pinned as its best, committed or not."""
+    pins = list_pins(root, skip_torn=True)
+    return [each.step for each in pins if each.reason == BEST and not each.name]
+
+
+def find_pinned_best(root: str | Path) -> int | None:
+    """Return the newest committed step that a trainer has pinned as its best."""
+    found = (each for each in list_best(root) if read_manifest(root, each, ranks=()))
+    return max(found, default=None)
+
+
+def resolve_step(root: str | Path, step: int | str) -> int:
     """Return the step that a user names; one named by its number need not be committed.
 
-    ``text`` is a step number, a tag, ``latest`` for the newest checkpoint that is valid,
-    ``latest~1`` for the one before it, or ``healthy`` for the newest one without NaN or infinite
-    values.
+    A text is a number, a tag, ``latest`` for the newest checkpoint that is valid, ``latest~1`` for
+    the one before it, ``healthy`` for the newest one without NaN or infinite values, or
+    ``best=val_loss:min`` for the best one by a metric. ``best`` without such a tag is what a
+    trainer has pinned as its best, or the best one by the metric of the job's ``keep``.
 
     Raises:
-        ConfigError: the text is none of these.
+        ConfigError: it is none of these.
         CommitError: the file of a tag is torn, its step replaced, or there are too few checkpoints.
         FormatError: another release has committed a newer step.
     """
-    if (step := parse_number(text)) is not None:
-        return step
-    if latest := _LATEST.fullmatch(text):
+    if not isinstance(step, str):
+        return check_number("step", step)
+    if (number := parse_number(step)) is not None:
+        return number
+    if latest := _LATEST.fullmatch(step):
         return _find_latest(root, int(latest[2] or 0), healthy=latest[1] == "healthy")
     with suppress(ConfigError):  # no tag has such a name
-        if found := _read_pin(_pin_file(root, check_name("tag", text))):
+        if found := _read_pin(_pin_file(root, check_name("tag", step))):
             return _find_tagged(root, found)
+    rule = _BEST.fullmatch(step)
+    if step == "best":
+        if (best := find_pinned_best(root)) is not None:
+            return best
+        rule = _BEST.search(read_job_settings(root).keep)
+    if rule:
+        return _find_best(root, *rule.groups())
     raise ConfigError(
-        f"{text!r} is neither the number of a step, nor latest, nor a tag in {root} "
-        f"(tags: {', '.join(sorted(list_tags(root))) or 'none'}); trinity-sync ls {root} shows both"
+        f"{step!r} is neither the number of a step, nor latest, healthy or best=METRIC:max, nor a "
+        f"tag in {root} (tags: {', '.join(sorted(list_tags(root))) or 'none'}); trinity-sync ls "
+        f"{root} shows the steps and tags"
     )
 
 
@@ -198,17 +229,27 @@ def _find_tagged(root: str | Path, tag: Pin) -> int:
     return tag.step
 
 
+def _find_best(root: str | Path, metric: str, mode: str) -> int:
+    """Return the valid checkpoint with the best value of a metric, of equal ones the oldest."""
+    sign = -1 if mode == "max" else 1
+    steps = [*iter_newest_first(root, "checkpoint")]
+    found = {each.step: read_metrics(root, each.run, each.step) for each in reversed(steps)}
+    rated = {step: sign * each[metric] for step, each in found.items() if metric in each}
+    if best := [step for step, value in rated.items() if math.isfinite(value)]:
+        return min(best, key=rated.__getitem__)
+    known = ", ".join(sorted({name for each in found.values() for name in each}))
+    raise CommitError(
+        f"no valid checkpoint in {root} has a finite metric {metric!r} (known: {known or 'none'}); "
+        f"record it: trinity-sync metrics {root} STEP {metric}=VALUE"
+    )
+
+
 def _find_latest(root: str | Path, before: int, *, healthy: bool) -> int:
     """Return the newest valid checkpoint, or the one as many checkpoints before it."""
-    count = 0
-    for manifest in iter_newest_first(root, "checkpoint"):
-        if healthy and manifest.nonfinite:
-            continue
-        if read_manifest_state(root, manifest, runs=()).state == "valid":
-            if count == before:
-                return manifest.step
-            count += 1
-    what = "healthy" if healthy else "valid"
+    valid = [*islice(iter_newest_first(root, "checkpoint", healthy=healthy), before + 1)]
+    if len(valid) > before:
+        return valid[before].step
+    what, count = "healthy" if healthy else "valid", len(valid)
     have = f"has {count} {what} checkpoints" if count else f"has no {what} checkpoint"
     raise CommitError(f"{root} {have}; trinity-sync ls {root} lists its steps")
 

@@ -37,8 +37,9 @@ def fill_states(
 ) -> dict[str, Any]:
     """Fill live states, by component, from a step, and return those of the step.
 
-    Live tensors are in the place of the saved ones. What has to succeed on all ranks before any of
-    them goes on is passed to ``run_together``.
+    Live tensors are in the place of the saved ones; an object with a ``load_state_dict`` is left to
+    the caller. What has to succeed on all ranks before any of them goes on is passed to
+    ``run_together``.
 
     Raises:
         CommitError: as `load_states`; the message says which components have changed.
@@ -54,6 +55,8 @@ def fill_states(
                 f"{', '.join(unknown)} to fill: it has {', '.join(records)}"
             )
         for name, state in live.items():
+            if hasattr(state, "load_state_dict"):  # which the caller calls
+                continue
             cached = is_for_several_ranks(manifest, records[name])
             file = ShardFile(folder, records[name], spool, cached=cached)
             opened.callback(file.close)

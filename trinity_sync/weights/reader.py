@@ -9,15 +9,19 @@ A registry tells which versions there are: the files of this node's spool and of
 which images of other nodes come by Ray's object store, once for all readers of a node.
 """
 
+import asyncio
+import inspect
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,22 +40,43 @@ MAX_RETRY_S = 0.5
 """Longest pause, in seconds, between two attempts to open a version."""
 
 
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def refuse_unawaited(wait: C) -> C:
+    """Have an async method raise if its last call was not awaited, as in a loop that never ends."""
+
+    @wraps(wait)
+    def call(reader: Any, *args: Any, **kwargs: Any) -> Any:
+        last = vars(reader).pop("_waiting", None)
+        if last and inspect.getcoroutinestate(last) == inspect.CORO_CREATED:
+            last.close()
+            raise ConfigError(
+                "wait_newer() has not waited; write `await reader.wait_newer()`, or in plain code "
+                "`asyncio.run(reader.wait_newer())`"
+            )
+        reader._waiting = wait(reader, *args, **kwargs)
+        return reader._waiting
+
+    return call  # type: ignore[return-value]
+
+
 class WeightReader:
     """Reads new versions of a job's weights, for one rollout worker.
 
     Usage::
 
         with WeightReader(root="ckpts", name="explorer-0") as reader:
-            while await reader.wait_newer() is not None:
+            while await reader.wait_newer():  # without asyncio: while reader.wait():
                 reader.load_into(model)
 
     `load_into` copies into a PyTorch module or a dict of tensors; `iter_weights` yields full
     tensors, for vLLM; `open` pins a version to read it several times. One thread uses a reader.
 
     Args:
-        synchronizer: the job's Synchronizer, a Ray actor, or an object that implements `Registry`.
-            By default that of the job at ``root`` if this process has joined its Ray cluster;
-            otherwise the files of this node's spool and of the root are read, without Ray.
+        synchronizer: the job's Synchronizer, a Ray actor, an object that implements `Registry`, or
+            the root. By default that of the job at ``root`` if this process has joined its Ray
+            cluster; otherwise the files of this node's spool and of the root are read, without Ray.
         name: name of the reader, unique in the job. It appears in reports, and holds its leases.
         root: the job's root; required without a Synchronizer.
         role: role of the weights, as the trainer's `upload` names it; by default that of the
@@ -82,6 +107,8 @@ class WeightReader:
         verify: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
+        if isinstance(synchronizer, str | Path):
+            synchronizer, root = None, synchronizer
         self._registry = _make_registry(name, synchronizer, root, role or "actor")
         self._role = role
         self._name = name
@@ -90,6 +117,7 @@ class WeightReader:
         self.dtype = dtype
         self.version: Version | None = None
 
+    @refuse_unawaited
     async def wait_newer(
         self, than: int | Version | None = None, timeout_s: float | None = None
     ) -> Version | None:
@@ -108,10 +136,22 @@ class WeightReader:
 
         Raises:
             WeightSyncError: the Synchronizer was stopped, or lost.
+            ConfigError: the call before this one was not awaited.
         """
         if than is None:
             than = self.version or -1
         return await self._registry.wait_newer(than, timeout_s)
+
+    def wait(
+        self, than: int | Version | None = None, timeout_s: float | None = None
+    ) -> Version | None:
+        """As `wait_newer`, in a program without asyncio, and in a thread with an event loop."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.wait_newer(than, timeout_s))
+        with ThreadPoolExecutor(1, "wait-newer") as thread:
+            return thread.submit(lambda: asyncio.run(self.wait_newer(than, timeout_s))).result()
 
     @contextmanager
     def open(
@@ -199,7 +239,7 @@ class WeightReader:
             WeightSyncError: no version could be opened, see `open`; or names, shapes or dtypes
                 differ, or a target is a DTensor or on the meta device: nothing was loaded.
         """
-        state, names = list_targets(target) if self.dtype else ({}, {})
+        _, state, names = list_targets(target) if self.dtype else (target, {}, {})
         kept = [n for n, k in names.items() if getattr(state[k], "dtype", 0) is torch.float32]
         with self.open(version, keep_float32=kept) as view:
             view.load_into(target)

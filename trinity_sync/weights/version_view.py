@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trinity_sync.errors import CommitError, ImageError, WeightSyncError
+from trinity_sync.errors import CommitError, ConfigError, ImageError, WeightSyncError
 from trinity_sync.fs.atomic import open_no_follow
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.fs.locks import LockFile
@@ -54,7 +54,7 @@ from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailable
 
 logger = logging.getLogger(__name__)
 
-Target = nn.Module | Mapping[str, torch.Tensor]
+Target = nn.Module | Mapping[str, torch.Tensor] | Mapping[str, nn.Module]
 _Planned = tuple[tuple[FullTensor, ...], Mapping[str, Any]]
 """The plan of a version, and `VersionView.others`."""
 FetchImages = Callable[[Sequence[int]], Sequence[ImageCopy]]
@@ -119,11 +119,12 @@ class VersionView:
                 state of a module has, such as extra state, is passed to its ``load_state_dict``.
 
         Raises:
+            ConfigError: the target is neither.
             WeightSyncError: names, shapes or dtypes differ, or a target is a DTensor or on the meta
                 device, or a copy in the state of a module that was passed as a dict; nothing was
                 loaded. Or a module's ``load_state_dict`` has raised.
         """
-        state, names = list_targets(target)
+        target, state, names = list_targets(target)
         named = {name: state[given] for name, given in names.items()}
         full = {name: each for each in self.plan for name in each.names}
         copies = find_copies(target, named)
@@ -164,14 +165,25 @@ class VersionView:
         return combine_tensor(wanted, self.images)
 
 
-def list_targets(target: Target) -> tuple[Any, dict[str, str]]:
-    """Return the state of a target, and its names by those of the plain model.
+def list_targets(target: Any) -> tuple[Any, Any, dict[str, str]]:
+    """Return a target, its state, and the names of that by those of the plain model.
 
     Raises:
+        ConfigError: it is neither a module nor tensors by name.
         WeightSyncError: two of them have one name.
     """
+    inner = target.get("model") if isinstance(target, Mapping) else None
+    has_components = isinstance(inner, nn.Module | Mapping)
+    if has_components and len(target) == 1:
+        target = inner
+    elif has_components or not isinstance(target, nn.Module | Mapping):
+        given = f"the components {[*target]}" if has_components else f"a {type(target).__name__}"
+        raise ConfigError(
+            f"weights are loaded into a module or into tensors by name, and got {given}; pass the "
+            "module. CheckpointCoordinator.load_into fills other components as well"
+        )
     state = target.state_dict() if isinstance(target, nn.Module) else target
-    return state, map_names(state)
+    return target, state, map_names(state)
 
 
 class VersionOpener:

@@ -64,7 +64,7 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
 
 def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
     for arguments, words in [
-        (["show", "ROOT", "bset"], "'bset' is neither the number of a step, nor latest, nor a tag"),
+        (["show", "ROOT", "bset"], "'bset' is neither the number of a step, nor latest, "),
         (["verify", "ROOT", "../20"], "(tags: best, start)"),
         (["pin", "ROOT", 30, "--name", "best"], "--force"),
         (["pin", "ROOT", 30, "--name", "40"], "looks like a step number"),

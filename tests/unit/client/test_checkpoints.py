@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,21 @@ from typer.testing import CliRunner, Result
 from tests.support.disk import flip_a_byte
 from tests.support.job import Job
 from tests.unit.conftest import Open
-from trinity_sync import CheckpointCoordinator, Checkpoints
+from trinity_sync import CheckpointCoordinator, Checkpoints, set_job_settings
 from trinity_sync.cli.commands import app
-from trinity_sync.errors import CommitError, ConfigError, RootAwayError, WeightSyncError
+from trinity_sync.errors import (
+    CommitError,
+    ConfigError,
+    RootAwayError,
+    TrinitySyncError,
+    WeightSyncError,
+)
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.pins import BEST, pin_ahead, tag
 from trinity_sync.storage.runs import list_runs, open_run
 
 
@@ -109,6 +117,122 @@ def test_an_evaluation_next_to_a_training_reads_everything_and_changes_nothing_b
     assert len(list_runs(job.root)) == 1
     save(training, job, 90)
     assert steps.latest_step() == 90
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("60", 60),
+        ("latest", 60),
+        ("latest~1", 30),
+        ("healthy", 60),
+        ("good", 30),
+        ("best=loss:max", 60),
+        ("best=loss:min", 30),
+        ("best", 30),
+        ("best by keep", 60),
+    ],
+)
+def test_python_and_the_command_take_the_same_names_of_a_step(
+    job: Job, training: CheckpointCoordinator, coordinator_of: Open, name: str, step: int
+) -> None:
+    steps = Checkpoints(job.root)
+    for number, loss in ((30, 0.1), (60, 0.2)):
+        steps.record_metrics(number, {"loss": loss})
+    tag(job.root, 30, "good")
+    if name == "best by keep":
+        name = "best"
+        set_job_settings(job.root, {"keep": "last=1,best=2:loss:max"})
+    else:
+        for number in (30, 90):  # the next best is not committed yet
+            pin_ahead(job.root, number, BEST)
+    model = nn.Linear(3, 2)
+    assert steps.resolve(name) == steps.load_into(name, model) == step
+    assert model.weight.unique().tolist() == [step]
+    assert steps.load(name)["extra_state"] == {"step": step}
+    assert steps.attachment(name, "position") == str(step).encode()
+    assert json.loads(run(job, name, "-o", "json").stdout)["metrics"][0]["step"] == step
+    assert coordinator_of(run_key="next").load(name)["extra_state"] == {"step": step}
+
+
+def test_both_ways_to_load_into_take_a_module_its_state_or_components(
+    job: Job, training: CheckpointCoordinator, coordinator_of: Open
+) -> None:
+    forms: list[Callable[[nn.Module], Any]] = [
+        lambda model: model,
+        lambda model: {"model": model},
+        lambda model: {"model": model.state_dict()},
+    ]
+    second = coordinator_of(run_key="second")
+    for form in forms:
+        for face in (Checkpoints(job.root), second):
+            model = nn.Linear(3, 2)
+            face.load_into("latest", form(model))
+            assert model.weight.unique().tolist() == [60]
+    model = nn.Linear(3, 2)
+    Checkpoints(job.root).load_into(30, model.state_dict())
+    assert model.weight.unique().tolist() == [30]
+
+
+def test_objects_that_have_a_state_are_saved_and_filled_as_components(
+    job: Job, coordinator_of: Open
+) -> None:
+    def make(rate: float) -> tuple[dict[str, Any], nn.Module]:
+        model = nn.Linear(3, 2)
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), rate)}, model
+
+    parts, model = make(0.1)
+    model(torch.ones(3)).sum().backward()
+    parts["optim"].step()
+    first, second = coordinator_of(), coordinator_of(run_key="second")
+    for step in (3, 4):
+        first.save(step, dict([*parts.items()][: step - 2]))
+        job.commit(step, *[*parts][: step - 2])
+    others, _ = make(0.2)
+    with pytest.raises(ConfigError, match=r"has no component optim to fill: it has model"):
+        second.load_into(3, others)
+    second.load_into("latest", others)
+    for name, each in parts.items():
+        torch.testing.assert_close(others[name].state_dict(), each.state_dict(), rtol=0, atol=0)
+
+
+def test_metrics_of_a_save_are_those_of_its_step(job: Job, coordinator_of: Open) -> None:
+    saves = coordinator_of()
+    saves.save(4, state(4), metrics={"loss": torch.tensor(0.5)})
+    job.commit(4, "model", "extra_state")
+    saves.close(timeout=0)
+    assert Checkpoints(job.root).metrics("latest") == {"loss": 0.5}
+    with pytest.raises(ConfigError, match="not a number"):
+        coordinator_of(run_key="second").save(5, state(5), metrics={"loss": "low"})
+    assert not job.spool.tickets()[0]
+
+
+def test_a_name_of_no_step_says_which_there_are(job: Job, training: CheckpointCoordinator) -> None:
+    for name, told in (
+        ("bset", r"'bset' is neither .* best=METRIC:max, nor a tag .* \(tags: none\)"),
+        ("best", r"'best' is neither"),
+        ("latest~2", "has 2 valid checkpoints"),
+        ("best=los:min", r"no valid checkpoint .* metric 'los' \(known: loss\)"),
+    ):
+        Checkpoints(job.root).record_metrics(30, {"loss": 1.0})
+        for face in (training.load, Checkpoints(job.root).load):
+            with pytest.raises(TrinitySyncError, match=told):
+                face(name)
+
+
+def test_what_an_evaluation_names_again_is_what_is_there_now(
+    job: Job, training: CheckpointCoordinator, coordinator_of: Open
+) -> None:
+    steps = Checkpoints(job.root)
+    assert steps.load("latest")["extra_state"] == {"step": 60}
+    second = coordinator_of(run_key="second")
+    second.load(30)
+    second.save(60, state(61))
+    job.commit(60, "model", "extra_state", run=2)
+    for name in (60, "60"):
+        with pytest.raises(CommitError, match="run 2 has replaced it"):
+            steps.load(name)
+    assert steps.load("latest")["extra_state"] == {"step": 61}
 
 
 def test_each_rank_of_an_evaluation_loads_what_that_rank_saved(

@@ -1,8 +1,10 @@
-"""A step may be of any integral type wherever it enters, and nothing else."""
+"""What a public method takes, in any form that it may have, and what it refuses at its door."""
 
 import asyncio
 import enum
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 
 from tests.support.job import Job
 from tests.unit.conftest import Open
-from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, Checkpoints, WeightReader
 from trinity_sync.errors import ConfigError
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
@@ -64,13 +66,11 @@ def test_an_emergency_save_takes_the_steps_that_a_save_takes(
 CALLS: list[Callable[[CheckpointCoordinator, Any], Any]] = [
     lambda saves, step: saves.save(step, MODEL),
     lambda saves, step: saves.attach("position", b"", step=step),
-    lambda saves, step: saves.attachment(step, "position"),
     lambda saves, step: saves.upload(step, dict),
     lambda saves, step: saves.record_metrics(step, {}),
     lambda saves, step: saves.save_async("mine", lambda: None, step),
     lambda saves, step: saves.save_sync(lambda: None, step),
     lambda saves, step: asyncio.run(saves.register_and_monitor(step)),
-    lambda saves, step: saves.load(step),
     lambda saves, step: saves.check_resume(step),
     lambda saves, step: saves.resumed_from(step),
     lambda saves, step: saves.save(4, MODEL, keep=step),
@@ -107,15 +107,50 @@ def test_ranks_and_world_sizes_are_numbers_too(coordinator_of: Open, job: Job) -
         CheckpointCoordinator(job.root, rank=-1)
 
 
-@pytest.mark.parametrize(
-    ("states", "todo"),
-    [
-        (torch.nn.Linear(2, 2).state_dict(), r"\{'model': model.state_dict\(\)\}"),
-        ({"model": torch.nn.Linear(2, 2)}, r"model is a module; pass its state_dict\(\)"),
-    ],
-)
-def test_what_is_no_component_is_refused_with_what_to_pass(
-    coordinator_of: Open, states: dict[str, Any], todo: str
+MODULE = torch.nn.Linear(2, 2)
+A_DICT, A_STEP = "pass a dict, such as {'model': model.state_dict()}", "pass an int"
+TO_LOAD = "loaded into a module or into tensors by name, and got "
+WRONG: list[tuple[str, tuple[Any, ...], str]] = [
+    *(("save", (4, each), A_DICT) for each in (None, "model", MODULE, [MODEL])),
+    ("save", (MODEL, 4), A_STEP),
+    ("save", (4, MODULE.state_dict()), "such as {'model': model.state_dict()}"),
+    ("save", (4, {"model": MODULE, "optimizer": {}}), "pass model, optim or extra_state"),
+    *(("upload", (4, each), "pass model.state_dict()") for each in (None, "model", 7)),
+    ("upload", (MODULE, 4), A_STEP),
+    *(("load_into", (4, each), A_DICT) for each in (None, "model", [MODULE])),
+    *((name, (MODULE, 4), A_STEP) for name in ("load_into", "Checkpoints.load_into")),
+    *((name, (each,), A_STEP) for name in ("load", "open") for each in (None, 4.0, -1, MODEL)),
+    *((name, ("newest",), "is neither the number of a step") for name in ("load", "open")),
+    ("record_metrics", (4, None), "{'reward': 0.9}"),
+    ("record_metrics", (4, 0.5), "{'reward': 0.9}"),
+    ("attach", ("position", None), "pass bytes, or the path of a file"),
+    ("attach", (None, b""), "a name holds at most"),
+    ("attach_folder", ("queue", None), "pass a folder"),
+    ("attachment", (4, None), "a name holds at most"),
+    ("restore_folder", (4, "queue", None), "pass a new folder"),
+    ("Checkpoints.load_into", (4, None), TO_LOAD + "a NoneType"),
+    ("Checkpoints.load_into", (4, {"model": MODULE, "optim": {}}), TO_LOAD + "the components"),
+    ("Checkpoints.record_metrics", (4, None), "{'reward': 0.9}"),
+    ("Checkpoints.record_metrics", ("latest", {}), A_STEP),
+    ("CheckpointCoordinator", (None,), "root may not be None; pass a folder"),
+    ("Checkpoints", (4,), "root may not be 4; pass a folder"),
+    ("WeightReader", (None,), "pass root"),
+]
+
+
+@pytest.mark.parametrize(("method", "given", "told"), WRONG, ids=str)
+def test_a_wrong_argument_is_refused_by_the_sentence_that_makes_the_next_try_right(
+    coordinator_of: Open, job: Job, method: str, given: tuple[Any, ...], told: str
 ) -> None:
-    with pytest.raises(ConfigError, match=todo):
-        coordinator_of().save(4, states)
+    saves = coordinator_of()
+    saves.save(4, MODEL)
+    job.commit(4)
+    owner, _, name = method.rpartition(".")
+    makers = {"Checkpoints": Checkpoints, "WeightReader": partial(WeightReader, name="reader")}
+    of = Checkpoints(job.root) if owner else saves
+    call = getattr(of, name, None) or makers.get(name, CheckpointCoordinator)
+    before = sorted(job.spool.folder.glob("*.ticket"))
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        call(*given, **({"step": 5} if name.startswith("attach") and name != "attachment" else {}))
+    assert sorted(job.spool.folder.glob("*.ticket")) == before
+    saves.save(5, MODEL)

@@ -28,6 +28,7 @@ from trinity_sync.snapshot.ticket import write_version_tag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.file_registry import FileRegistry
+from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.versions import Version, VersionRegistry
@@ -182,6 +183,47 @@ def test_a_reader_that_runs_on_goes_back_with_a_run_that_resumes(
             assert (found.step, found.run) == (step, run)
             assert reader.load_into(target) == step
             assert target["w"].unique().tolist() == [step]
+
+
+@pytest.mark.parametrize("form", ["module", "state", "function"])
+def test_an_upload_takes_the_model_its_state_or_what_returns_it(
+    coordinator_of: Open, registry: FileRegistry, form: str
+) -> None:
+    module = torch.nn.Linear(3, 2)
+    given = {"module": module, "state": module.state_dict(), "function": module.state_dict}[form]
+    coordinator_of().upload(4, given)
+    loaded = torch.nn.Linear(3, 2)
+    assert WeightReader(registry, name="reader").load_into({"model": loaded}) == 4
+    assert torch.equal(loaded.weight, module.weight)
+
+
+def test_a_reader_may_be_given_the_root_first(job: Job) -> None:
+    save(job, 4, weights(4))
+    for root in (job.root, str(job.root)):
+        with WeightReader(root, name="reader") as reader:
+            assert reader.load_into(weights(0)) == 4
+
+
+def test_a_loop_without_asyncio_takes_each_version(job: Job, registry: FileRegistry) -> None:
+    steps = []
+    with WeightReader(registry, name="reader") as reader:
+        upload(job, 1, weights(1))
+        while reader.wait(timeout_s=0):
+            steps.append(reader.load_into(weights(0)))
+            if steps[-1] < 3:
+                upload(job, steps[-1] + 1, weights(steps[-1] + 1))
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("of_folder", [False, True])
+def test_a_loop_that_does_not_await_ends_with_the_line_to_write(
+    registry: FileRegistry, tmp_path: Path, of_folder: bool
+) -> None:
+    reader: Any = FolderReader(tmp_path) if of_folder else WeightReader(registry, name="reader")
+    with pytest.raises(ConfigError, match=r"write `await reader.wait_newer\(\)`, or"):
+        all(iter(reader.wait_newer, None))  # as a loop that goes on until there is none
+    assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
+    assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
 
 
 def begin_again(job: Job, settings: Settings) -> Job:

@@ -8,11 +8,9 @@ update at a time, but cannot tell one in progress from one whose updater was kil
 updater has to end.
 """
 
-import asyncio
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,32 +77,16 @@ def wait_for(reader: WeightReader, least: int, timeout_s: float) -> Version:
         WeightSyncError: there is none within ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    found = wait_newer(reader, least - 1, timeout_s)
+    found = reader.wait(least - 1, timeout_s)
     while found and found.step < least:  # of a run that resumed from an earlier step
         left_s = max(0.0, deadline - time.monotonic())
-        found = wait_newer(reader, found, left_s)
+        found = reader.wait(found, left_s)
     if found is None:
         raise WeightSyncError(
             f"no version of step {least} or later can be read after {timeout_s:g} s; does the "
             "trainer run, and does this node see its root?"
         )
     return found
-
-
-def wait_newer(
-    reader: WeightReader, than: int | Version | None, timeout_s: float | None
-) -> Version | None:
-    """`WeightReader.wait_newer` for a caller that blocks, also in a thread with an event loop."""
-
-    def wait() -> Version | None:
-        return asyncio.run(reader.wait_newer(than, timeout_s))
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return wait()
-    with ThreadPoolExecutor(1, "wait-newer") as thread:
-        return thread.submit(wait).result()
 
 
 @contextmanager

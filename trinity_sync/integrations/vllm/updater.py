@@ -21,7 +21,7 @@ from typing import Any, Literal
 from trinity_sync import Version, WeightReader
 from trinity_sync.adapter import make_reader_name
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.integrations.vllm.pinned_version import make_claim, wait_for, wait_newer
+from trinity_sync.integrations.vllm.pinned_version import make_claim, wait_for
 from trinity_sync.integrations.vllm.server_api import RefusedError, ServerApi
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class VLLMUpdater:
         while True:
             deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
             left_s = deadline - time.monotonic()
-            while wait_newer(self._reader, None, max(0.0, min(left_s, CHECK_S))) is None:
+            while self._reader.wait(timeout_s=max(0.0, min(left_s, CHECK_S))) is None:
                 if self._has_lost_version():
                     break
                 left_s = deadline - time.monotonic()

@@ -20,6 +20,7 @@ from trinity_sync.weights.folder.published import (
     read_latest,
     require_checksum,
 )
+from trinity_sync.weights.reader import refuse_unawaited
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class FolderReader:
         self._config = b""
         self.version: PublishedVersion | None = None
 
+    @refuse_unawaited
     async def wait_newer(self, timeout_s: float | None = None) -> PublishedVersion | None:
         """Wait for a newer version than the one read last.
 
