@@ -220,10 +220,8 @@ def read_states(components: Mapping[str, Any], of: type = object) -> dict[str, A
     """
     check_type("components", components, Mapping, "a dict, such as {'model': model.state_dict()}")
     return {
-        name: state.state_dict()
-        if isinstance(state, of) and hasattr(state, "state_dict")
-        else state
-        for name, state in components.items()
+        name: each.state_dict() if isinstance(each, of) and hasattr(each, "state_dict") else each
+        for name, each in components.items()
     }
 
 
