@@ -26,7 +26,7 @@ from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.savers import NOTHING_STAGED, DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers
-from trinity_sync.layout import KINDS, Kind, check_name, check_number, check_type, step_folder
+from trinity_sync.layout import KINDS, Kind, check_name, check_number, check_type
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, require_root
 from trinity_sync.snapshot.save_id import Export, Origin
@@ -250,17 +250,6 @@ class CheckpointCoordinator(Collaborators):
             FormatError: another release has committed the newest step.
         """
         return self._loader.latest_step(kind, settle_s, healthy)
-
-    def latest(
-        self, kind: Kind = "checkpoint", *, settle_s: float = 60.0, healthy: bool = False
-    ) -> Path | None:
-        """Return the folder of the newest committed step, or None; otherwise as `latest_step`.
-
-        Args:
-            kind, settle_s, healthy: as in `latest_step`.
-        """
-        step = self.latest_step(kind, settle_s=settle_s, healthy=healthy)
-        return None if step is None else step_folder(self.root, step)
 
     def load(self, step: int | str, *, role: str = "actor") -> dict[str, Any]:
         """Load this rank's states of a committed step, from which this run then resumes.

@@ -21,7 +21,7 @@ and the removal lock, in an order that keeps the root valid after a crash:
 1. Write a run record that resumed from the target. After a crash here, saves of earlier runs beyond
    the target are refused, and every step can still be loaded.
 2. Update the latest pointers to the target. After a crash here, readers of the pointers resume from
-   the target, and readers of manifests (``coordinator.latest``) from the newest step.
+   the target, and readers of manifests (``coordinator.latest_step``) from the newest step.
 3. Rename the newest step, sync both folders; then the next step. After a crash here, ``latest`` is
    the newest of the steps that are left. After the last rename it is the target.
 

@@ -74,7 +74,7 @@ def test_an_unknown_kind_or_export_is_refused_at_the_call_and_loses_no_save(
     what: str, value: Any, job: Job, training: CheckpointCoordinator
 ) -> None:
     steps = Checkpoints(job.root)
-    finders = (training.latest_step, training.latest, steps.latest_step, steps.steps)
+    finders = (training.latest_step, steps.latest_step, steps.steps)
     finds = [partial(each, value) for each in finders if what == "kind"]
     for call in [partial(training.save, 90, state(90), **{what: value}), *finds]:
         with pytest.raises(ConfigError, match=f"{what} {value!r} is unknown; pass one of"):

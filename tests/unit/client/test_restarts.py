@@ -148,7 +148,7 @@ dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_si
 saves = CheckpointCoordinator.of_process_group(root, settings=Settings(spool=spool, home=spool))
 if rank == "1":  # whose view of the root is late
     step_loader.newest = lambda *_: None
-said = [saves.latest_step(settle_s=0.2), saves.latest().name]
+said = [saves.latest_step(settle_s=0.2)]
 try:
     saves.load(4)
 except CommitError as error:
@@ -182,7 +182,6 @@ def test_a_step_that_one_rank_cannot_load_is_loaded_by_none(
     given = [tmp_path / "rendezvous", spool_folder / "of_the_ranks", job.root]
     ranks = [Program(RANK, rank, *given) for rank in range(2)]
     one, other = (json.loads(rank.end()) for rank in ranks)
-    assert one[:3] == other[:3]
-    assert one[:2] == [4, "global_step_4"]
-    assert torn.name in one[2]
-    assert [one[3:], other[3:]] == [[[0.0], [0.0]], [[1.0], [1.0]]]
+    assert one[:2] == other[:2]
+    assert (one[0], torn.name in one[1]) == (4, True)
+    assert [one[2:], other[2:]] == [[[0.0], [0.0]], [[1.0], [1.0]]]

@@ -188,7 +188,7 @@ def test_an_emergency_save_right_after_a_resume_is_a_whole_checkpoint(
     assert words.submitted == ("model", "extra_state")
     assert {sealed.ticket.kind for sealed in job.spool.tickets()[0]} == {"checkpoint"}
     job.commit(40, "model", "extra_state", run=2)
-    assert second.latest() == step_folder(job.root, 40)
+    assert second.latest_step() == 40
     assert coordinator_of(run_key="third").load(40)["extra_state"] == {"rng": 1}
 
 
