@@ -30,10 +30,11 @@ def forking(*preloaded: str) -> Iterator[ForkServerContext]:
     multiprocessing has one such process, which has what its first user asked for.
     """
     server = _servers.setdefault(preloaded, ForkServer())
-    server.set_forkserver_preload([*preloaded])
+    server.set_forkserver_preload(["tests.support.preloading"])
     with pytest.MonkeyPatch.context() as patch:
         with pytest.MonkeyPatch.context() as start:  # Python 3.11 does not tell it the path
             start.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            start.setenv("PRELOADED", " ".join(preloaded))
             server.ensure_running()
         patch.setattr(
             multiprocessing.forkserver, "connect_to_new_process", server.connect_to_new_process

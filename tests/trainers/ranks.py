@@ -3,9 +3,11 @@
 The process is a new one, since a library that one trainer imports may disturb another's test.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,7 +41,12 @@ def own_process(module: str) -> Iterator[Callable[..., Any]]:
 def _call(module: str, function: str, arguments: tuple[Any, ...]) -> Any:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    return getattr(import_module(f"tests.trainers.{module}"), function)(*arguments)
+    if (name := f"tests.trainers.{module}") not in sys.modules:
+        gc.disable()
+        import_module(name)
+        gc.freeze()  # ranks that are forked would copy its memory
+        gc.enable()
+    return getattr(sys.modules[name], function)(*arguments)
 
 
 def on_ranks(
