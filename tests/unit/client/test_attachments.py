@@ -315,6 +315,17 @@ def test_they_are_committed_also_if_another_role_asks_for_the_commit_first(
     assert actor.attachment(4, "position") == b"17"
 
 
+def test_the_role_that_is_saved_first_takes_them_and_no_other_does(
+    coordinator_of: Open, job: Job
+) -> None:
+    saves = coordinator_of(roles=("actor", "critic"))
+    saves.attach("position", b"17", step=4)
+    for role in ("actor", "critic"):
+        saves.save(4, MODEL, role=role)
+    tickets = [each.ticket for each in job.spool.tickets()[0]]
+    assert [each.role for each in tickets if each.component == "attachments"] == ["actor"]
+
+
 def test_a_folder_that_is_attached_again_replaces_what_had_its_name(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
