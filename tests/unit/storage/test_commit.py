@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from trinity_sync.errors import (
     MissingShardsError,
     RootAwayError,
     SaveError,
+    SupersededError,
     TicketError,
 )
 from trinity_sync.fs.direct_io import RateLimit, digest_cached_file
@@ -49,7 +51,7 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import pin, tag
-from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superseded
 from trinity_sync.storage.save import discard, mark_failed
 from trinity_sync.storage.save_functions import (
     CallableStatus,
@@ -428,6 +430,25 @@ def test_a_save_function_whose_process_died_has_failed(job: Job) -> None:
     assert found == {"lora": "failed", "model": "started"}
     with pytest.raises(SaveError, match="'lora' of rank 0 failed: the process died"):
         await_callable_saves(job.spool, job.save(3))
+
+
+@pytest.mark.parametrize("there", ["the run", "none", "another one"])
+def test_a_save_is_refused_where_a_restored_root_has_no_run_or_another_one_of_its_number(
+    job: Job, there: str
+) -> None:
+    open_run(job.root, "lost", 0)
+    save = job.save(4)
+    if there != "the run":  # the backup is of before it
+        (job.root / ".trinity_sync/runs/1.json").unlink()
+    if there == "another one":
+        open_run(job.root, "of the backup", 0)
+    for refuse in (
+        lambda: refuse_other_job(save),
+        lambda: refuse_superseded(save.root, save.run, save.run_key, save.step),
+    ):
+        refused = pytest.raises(SupersededError, match=r"run 1 .* restored from a backup")
+        with refused if there != "the run" else nullcontext():
+            refuse()
 
 
 def test_a_save_function_of_a_lost_run_of_the_same_number_is_none_of_the_save(job: Job) -> None:
