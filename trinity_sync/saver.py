@@ -316,7 +316,10 @@ class Saver:
             saving = {*self._saves}
         pending = find_pending_saves(job, grace_s=0, settle_s=SETTLE_S)
         begun = self._read_begun(job)
-        waiting = [begun.pop(each.key, None) or self._find_save(job, each) for each in pending]
+        waiting = [
+            begun.pop(each.key) if each.key in begun else self._find_save(job, each)
+            for each in pending
+        ]
         with self._lock:  # what is retried has another start
             for each in waiting:
                 if each.over and each.over.start > self._failed.get(each.request.key, math.inf):

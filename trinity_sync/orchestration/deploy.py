@@ -285,7 +285,7 @@ def create_alerts(client: SyncPrefectClient) -> None:
     }
     for name, events in alerts.items():
         if not client.read_automations_by_name(name):
-            jobs = {"prefect.resource.id": f"{JOB_RESOURCE}*"}
+            jobs: dict[str, Any] = {"prefect.resource.id": f"{JOB_RESOURCE}*"}
             trigger = EventTrigger(match=jobs, for_each={"prefect.resource.id"}, **events)
             alert = AutomationCore(
                 name=name,
