@@ -1,7 +1,7 @@
 """What others do beside the trainers of a job; rules of `test_promises`.
 
-Evaluators ask again for what they found earlier, a participant saves its part of a checkpoint, a
-second container has the same spool, another user of the root's group makes links of its names.
+Evaluators ask again for what they found earlier, a participant saves its part of a checkpoint,
+another user of the root's group makes links of its names.
 """
 
 import os
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from tests.models.promised import Key, Saved, Step, Value
-from tests.models.promised_container import Container
 from tests.models.promised_world import comparable, state_of, where
 from tests.support.disk import look
 from trinity_sync.client.checkpoints import Checkpoints
@@ -26,7 +25,6 @@ from trinity_sync.errors import CommitError, SaveError, TrinitySyncError
 from trinity_sync.fs.atomic import remove_tree
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.storage.manifest import read_run_manifest
-from trinity_sync.storage.restore import load_states
 
 WHICH = st.integers(0, 5)
 ANOTHER_USER = 12345
@@ -51,8 +49,6 @@ class Evaluator:
 
 class Others:
     """Rules of what happens beside the trainers of a job."""
-
-    container: Container | None = None
 
     # ------------------------------------------------------------ evaluators
 
@@ -174,47 +170,6 @@ class Others:
             where = {"role": "critic", "roles": self.roles, "run_key": trainer.key}
             trainer.participant = Participant(self.root, settings=self.settings, **where)
         return trainer.participant
-
-    # ------------------------------------------------------------ another container
-
-    def begin_container(self) -> None:
-        for name in ("spool", "inside", "container"):
-            (self.folder / name).mkdir(mode=0o700, exist_ok=True)
-        self.contained: list[int] = []
-        """The steps that were submitted in the container."""
-        self.compared: set[int] = set()
-        self.root_there = "get_root_back"
-        self.container.do("begin", self.folder)
-        self.open.callback(self.container.do, "end")
-
-    def all_is_committed_there(self) -> None:
-        for what in ("get_root_back", "work"):
-            self.in_another_container(what)
-
-    @rule(what=st.sampled_from(["save", "save", "work", "lose_root", "get_root_back"]))
-    @where(lambda self: self.has_container)
-    def in_another_container(self, what: str) -> None:
-        """A container with the same spool trains, and may lose its root for a while."""
-        if what == self.root_there or (what == "save" and self.waiting_there() > 1):
-            return
-        if what == "save":
-            step = 1 + len(self.contained)
-            self.contained += [step] * self.container.do(what, step)
-            return
-        self.container.do(what)
-        if what != "work":
-            self.root_there = what
-        elif self.root_there == "get_root_back":
-            assert not self.waiting_there(), f"not all of {self.contained} are committed there"
-
-    def waiting_there(self) -> int:
-        """Return how many steps of the container are not committed; compare the others."""
-        found = self.on_disk(self.folder / "inside")
-        for step in found - self.compared:
-            states = load_states(self.folder / "inside", step, "actor", rank=0, world_size=1)
-            assert states["model"]["w"].tolist() == [step] * 3
-            self.compared.add(step)
-        return len({*self.contained} - found)
 
     # ------------------------------------------------------------ another user
 

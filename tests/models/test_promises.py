@@ -45,7 +45,6 @@ import trinity_sync.client.commit_watcher as watcher_module
 import trinity_sync.client.coordinator as coordinator_module
 from tests.conftest import SPOOLS, environment
 from tests.models.promised import Key, Run, Saved, Step, Value
-from tests.models.promised_container import Container
 from tests.models.promised_others import Evaluator, Others
 from tests.models.promised_world import (
     OFTEN,
@@ -154,7 +153,6 @@ class Promises(World, Others, RuleBasedStateMachine):
         parts=st.booleans(),
         a_remote=st.sampled_from([False, False, True]),
         small_spool=RARELY,
-        a_container=st.booleans(),
     )
     def begin(
         self,
@@ -162,12 +160,8 @@ class Promises(World, Others, RuleBasedStateMachine):
         parts: bool,
         a_remote: bool,
         small_spool: bool,
-        a_container: bool,
     ) -> None:
         self.a_remote = a_remote
-        self.has_container = bool(a_container and not small_spool and self.container)
-        if self.has_container:
-            self.begin_container()
         self.small_spool = small_spool and self.mount_small(self.spool)
         if parts:  # the manifests of steps with thousands of files have some
             patch = self.open.enter_context(pytest.MonkeyPatch.context())
@@ -980,8 +974,6 @@ class Promises(World, Others, RuleBasedStateMachine):
         self.server.come_back()
         for what in ("works", "sweeps", "works"):
             self.stack_side(what)
-        if self.has_container:
-            self.all_is_committed_there()
         for job in self.jobs:
             self.job = job
             if self.model.runs:
@@ -1085,8 +1077,6 @@ def test_the_promises_hold_whatever_happens_to_a_job(
     monkeypatch.setattr(watcher_module, "LOOK_S", (0.005, 0.005))
     monkeypatch.setattr(watcher_module, "OTHERS_LOOK_S", 0.005)
     end = time.monotonic() + 60 * MINUTES
-    container = Container()
-    monkeypatch.setattr(Promises, "container", container if container.exists else None)
     try:
         while True:
             if MINUTES:
@@ -1097,5 +1087,4 @@ def test_the_promises_hold_whatever_happens_to_a_job(
             if time.monotonic() >= end:
                 break
     finally:
-        container.clear()
         gc.unfreeze()
