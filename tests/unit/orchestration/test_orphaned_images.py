@@ -44,6 +44,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.save import mark_image_failed
 from trinity_sync.storage.save_functions import write_request
 
 
@@ -98,6 +99,15 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
 
 def mark(job: Job, step: int) -> Path:
     return job.root / f"global_step_{step}/.full_checkpoint"
+
+
+@pytest.mark.parametrize("failed", ["", "model", "optim"])
+def test_a_save_of_which_one_image_has_failed_is_not_asked_for(job: Job, failed: str) -> None:
+    job.stage(4, {name: {"w": torch.zeros(3)} for name in ("model", "optim")})
+    for image in job.spool.tickets()[0]:
+        if image.ticket.component == failed:
+            mark_image_failed(image, "the disk was full")
+    assert find_orphaned_steps(job) == ([] if failed else [4])
 
 
 def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
