@@ -69,6 +69,7 @@ def test_files_of_ray_that_a_cleaner_has_removed(
     try:
         saves.save(2, {"model": {"w": torch.full((SIZE,), 2.0)}})
         assert_left_to_the_saver(saves, api, 2, "Ray cannot run persist-model")
+        assert embedded.status(saves.settings).services[1].state == "unresponsive"
     finally:
         for each in logs:
             each.with_name("removed").rename(each)

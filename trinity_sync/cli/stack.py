@@ -181,8 +181,8 @@ def down(yes: Yes = False, output: Output = "table") -> None:
 @app.command(
     "status", "status -o json", panel="Run the stack",
     note="Exit code 3 if a service that is used does not run or answer, no worker is online, a "
-        "deployment is missing, or the environment overrides a service; or saves wait for a saver, "
-        "and none lives or answers.",
+        "deployment is missing, something is paused, or the environment overrides a service; or "
+        "saves wait for a saver, and none lives or answers.",
 )  # fmt: skip
 def status(output: Output = "table") -> None:
     """Show the services, their addresses, whether a worker is online, and what waits in memory."""
@@ -208,7 +208,7 @@ def status(output: Output = "table") -> None:
     if "unknown" in down:
         where = "in the container, or on the machine, of the stack, which alone sees its processes"
         typer.echo(f"hint: run it {where}", err=True)
-    works = not (down or report.overrides or report.undeployed)
+    works = not (down or report.overrides or report.undeployed or report.paused)
     works = works and (is_alone or bool(report.workers_online))
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
@@ -402,6 +402,8 @@ def _print_stack(report: "StackStatus") -> None:
             f"{report.waiting_runs} run(s) waiting",
             err=True,
         )
+    if report.paused:
+        typer.echo(f"paused: {', '.join(report.paused)}; resume it: trinity-sync ui", err=True)
     if report.undeployed:
         missing = ", ".join(report.undeployed)
         typer.echo(f"not deployed: {missing}; trinity-sync up deploys them", err=True)

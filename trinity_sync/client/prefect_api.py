@@ -268,6 +268,13 @@ class PrefectApi(PrefectConnection):
                 raise
             return None
 
+    async def list_paused(self, pool: str) -> list[str]:
+        """Return what is paused of a work pool that exists: itself, or queues of it."""
+        found = [("work pool", await self.call(f"/work_pools/{pool}", dict))]
+        queues = await self.call(f"/work_pools/{pool}/queues/filter", list, {})
+        found += [("work queue", each) for each in queues]
+        return [f"{what} {each['name']}" for what, each in found if each["is_paused"]]
+
     async def read_deployments(self, pool: str) -> set[str]:
         """Return the names of the deployments of a work pool."""
         wanted = {"work_pools": {"name": {"any_": [pool]}}}

@@ -163,14 +163,15 @@ async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
             "work pool", "fail", f"there is no work pool {pool}", "run: trinity-sync deploy"
         )
         return
-    paused = " and paused: resume it in the Prefect UI" if found["is_paused"] else ""
+    paused = await api.list_paused(pool)
     missing = await find_missing_deployments(api, pool)
     yield Check(
         "work pool",
         "fail" if paused or missing else "ok",
-        f"{pool} of type {found['type']}{paused}"
+        f"{pool} of type {found['type']}"
+        + (f"; paused: {', '.join(paused)}" if paused else "")
         + (f"; not deployed: {', '.join(missing)}" if missing else ""),
-        "run: trinity-sync deploy" if missing else paused.partition(": ")[2],
+        "run: trinity-sync deploy" if missing else "resume it in the Prefect UI" if paused else "",
     )
     online, waiting = await api.read_workers(pool), await api.count_waiting_runs(pool)
     yield Check(

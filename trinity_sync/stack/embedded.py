@@ -94,6 +94,8 @@ class StackStatus:
     """Due flow runs that no worker has acquired; null if no server answers."""
     undeployed: tuple[str, ...]
     """Deployments that the work pool lacks."""
+    paused: tuple[str, ...]
+    """The work pool and those of its queues that are paused."""
     reason: str
     """Why the server does not answer."""
     changed: tuple[str, ...]
@@ -299,19 +301,21 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     urls = api_url, state.ray_address or stack.ray.address, ""
     found = tuple(map(partial(check_service, state), NAMES, urls))
     online = waiting = None
-    undeployed: list[str] = []
+    undeployed, paused = list[str](), list[str]()
     reason = ""
     if found[0].state not in ("dead", "unresponsive", "absent"):
 
-        async def ask(api: PrefectApi) -> tuple[int, int, list[str]]:
+        async def ask(api: PrefectApi) -> tuple[int, int, list[str], list[str]]:
             online, waiting = await api.read_workers(pool), await api.count_waiting_runs(pool)
-            return len(online), waiting, await find_missing_deployments(api, pool)
+            missing = await find_missing_deployments(api, pool)
+            paused = await api.list_paused(pool) if await api.read_work_pool(pool) else []
+            return len(online), waiting, missing, paused
 
         try:
-            online, waiting, undeployed = ask_server(settings, ask, api_url)
+            online, waiting, undeployed, paused = ask_server(settings, ask, api_url)
         except PrefectApiError as error:
             reason = str(error)
-    lists = tuple(undeployed), reason, changed, tuple(_list_overrides(state, stack))
+    lists = tuple(undeployed), tuple(paused), reason, changed, tuple(_list_overrides(state, stack))
     if is_alone := not uses_stack(settings, stack):
         found = tuple(replace(each, state="not used") for each in found)
     found = (*found, *check_savers(settings, is_alone=is_alone))

@@ -256,6 +256,8 @@ def answers(state: StackState, name: str) -> bool:
         if name == "worker" and state.worker:
             return time.time() - Path(state.worker.log).stat().st_mtime < HEARTBEAT_S
         assert state.ray
+        for folder in ("logs", "sockets"):  # without which it runs no task
+            (_ray_temp(state) / "session_latest" / folder).stat()
         of_ray = [each.pid for each in daemon.find_family(state.ray) if each.name() in _OF_RAY]
         for address in chain.from_iterable(map(daemon.list_addresses, of_ray)):
             with socket.create_connection(address, ANSWER_S) as call:

@@ -12,17 +12,20 @@ from threading import Thread
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.savers import await_that, end_savers
+from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.process import read_process_identity
+from trinity_sync.orchestration.pipeline import read_deployments
 from trinity_sync.settings import Settings, StackSettings, default_home
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.daemon import Daemon
@@ -60,6 +63,24 @@ def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_
             found = embedded.status(Settings(home=tmp_path))
     assert (found.waiting_runs, found.reason, found.services[0].url) == (3, "", url)
     assert "secret" not in json.dumps(to_json(found))
+
+
+@pytest.mark.parametrize("paused", ["work pool mine", "work queue checkpoints"])
+def test_what_is_paused_is_named(tmp_path: Path, paused: str) -> None:
+    what, is_pool = paused.rpartition(" ")[2], paused.startswith("work pool")
+    answers = {
+        "/work_pools/mine/queues/filter": [{"name": what, "is_paused": not is_pool}],
+        "/work_pools/mine/workers/filter": [{"name": "worker", "status": "ONLINE"}],
+        "/work_pools/mine": {"name": "mine", "is_paused": is_pool},
+        "/flow_runs/count": 0,
+        "/deployments/filter": [{"name": each["name"]} for each in read_deployments()],
+    }
+    with server({path: (200, json.dumps(body)) for path, body in answers.items()}) as url:
+        named = {"PREFECT_API_URL": url, "TRINITY_SYNC_STACK__WORKER__POOL": "mine"}
+        with environment(named | {"TRINITY_SYNC_HOME": str(tmp_path)}):
+            assert embedded.status(Settings(home=tmp_path)).paused == (paused,)
+            done = CliRunner().invoke(app, ["status"])
+    assert (done.exit_code, f"paused: {paused}; resume it" in done.output) == (3, True)
 
 
 def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) -> None:
