@@ -325,7 +325,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left += [f"{name} {now[name]}" for name in settings if now[name] != settings[name]]
     replaced = [name for name in modules if sys.modules.get(name) is not modules[name]]
     # transformers replaces its own ones at the first use of a name
-    left += [f"module {name}" for name in replaced if not name.startswith("transformers.")]
+    left += [f"module {name}" for name in replaced if name.partition(".")[0] != "transformers"]
     os.chdir(str(settings["current folder"]))
     end = time.monotonic() + ENDS_S
     while (more := _describe(_find_living() - living, living)) and time.monotonic() < end:
