@@ -218,11 +218,13 @@ def read_states(components: Mapping[str, Any], of: type = object) -> dict[str, A
     Raises:
         ConfigError: they are no dict.
     """
-    check_type("components", components, Mapping, "a dict, such as {'model': model.state_dict()}")
-    return {
-        name: each.state_dict() if isinstance(each, of) and hasattr(each, "state_dict") else each
-        for name, each in components.items()
-    }
+    if not isinstance(components, Mapping):  # otherwise no call: a save calls this
+        check_type("components", components, Mapping, "a dict: {'model': model.state_dict()}")
+    states = dict(components)
+    for name, each in states.items():
+        if isinstance(each, of) and hasattr(each, "state_dict"):
+            states[name] = each.state_dict()
+    return states
 
 
 def select_own(

@@ -108,7 +108,7 @@ def test_ranks_and_world_sizes_are_numbers_too(coordinator_of: Open, job: Job) -
 
 
 MODULE = torch.nn.Linear(2, 2)
-A_DICT, A_STEP = "pass a dict, such as {'model': model.state_dict()}", "pass an int"
+A_DICT, A_STEP = "pass a dict: {'model': model.state_dict()}", "pass an int"
 TO_LOAD = "loaded into a module or into tensors by name, and got "
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     *(("save", (4, each), A_DICT) for each in (None, "model", MODULE, [MODEL])),
