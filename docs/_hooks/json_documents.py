@@ -93,7 +93,6 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "remote pull": ("step", StepRow),
     "export hf": ("export", ExportResult),
     "export dcp": ("export", DcpResult),
-    "import dcp": ("step", StepRow),
     "up": ("stack", StackStatus),
     "restart": ("stack", StackStatus),
     "join": ("stack", StackStatus),

@@ -154,7 +154,6 @@ def test_commands_about_files_work_in_a_trainers_environment(
         ["remote", "push", root, 30, store],
         ["remote", "pull", tmp_path / "back", 30, store],
         ["export", "dcp", root, 30, tmp_path / "dcp"],
-        ["import", "dcp", root, 50, tmp_path / "dcp", "--world-size", 2, "--optim", ""],
         ["readers", root],
         ["report", root, "--html", tmp_path / "page.html"],
         ["doctor", root],

@@ -1,4 +1,4 @@
-"""Commands for copies and other formats: remote push, remote pull, export, import."""
+"""Commands for copies and other formats: remote push, remote pull, export."""
 
 import os
 from enum import StrEnum
@@ -77,6 +77,7 @@ def pull(
     output: Output = "table",
 ) -> None:
     """Download a step, compare all digests, and commit it in ROOT, which may be new."""
+    from trinity_sync.orchestration.report.steps import read_step
     from trinity_sync.remote.download import fetch
 
     number = parse_number(step)
@@ -91,14 +92,7 @@ def pull(
     text = f"committed step {manifest.step}, {format_bytes(manifest.nbytes)}, in {root}"
     if not added:
         text = f"step {manifest.step} is already in {root}"
-    _print_step(root, manifest.step, output, text)
-
-
-def _print_step(root: Path, step: int, output: Output, text: str) -> None:
-    """Print a step that was committed, as ls does in JSON."""
-    from trinity_sync.orchestration.report.steps import read_step
-
-    print_object("step", read_step(root, step), output, text)
+    print_object("step", read_step(root, manifest.step), output, text)
 
 
 def _find_remote(root: Path) -> str:
@@ -120,8 +114,6 @@ def _find_remote(root: Path) -> str:
 
 export = App(no_args_is_help=True, help="Write a step in the format of another library.")
 app.add_typer(export, name="export", rich_help_panel="Copies and other formats")
-import_ = App(no_args_is_help=True, help="Commit a checkpoint of another library as a step.")
-app.add_typer(import_, name="import", rich_help_panel="Copies and other formats")
 
 
 class DcpComponent(StrEnum):
@@ -207,58 +199,3 @@ def export_dcp(
         f"{format_bytes(done.nbytes)}, to {done.folder}"
     )
     print_object("export", done, output, text)
-
-
-@import_.command(
-    "import dcp ckpts 40 out --world-size 8",
-    "import dcp ckpts 40 out --world-size 2 --layout replicas",
-    "import dcp ckpts 40 out --world-size 2 --device cpu --optim ''", name="dcp",
-)  # fmt: skip
-def import_dcp(
-    root: Root,
-    step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="New step of the job.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that dcp.save wrote.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks to load it.")],
-    role: Role = "actor",
-    model: Annotated[
-        str, typer.Option(help="Key of the model; '' for tensors at the top level.")
-    ] = "model",
-    optim: Annotated[str, typer.Option(help="Key of the optimizer; '' for none.")] = "optim",
-    layout: Annotated[
-        Literal["replicas", "fsdp2", ""],
-        typer.Option(help="Tensors of the ranks (default: replicas for one rank, else fsdp2)."),
-    ] = "",
-    device: Annotated[str, typer.Option(help="Device type of the mesh of FSDP2.")] = "cuda",
-    mesh: Annotated[
-        str, typer.Option(help="Name of its dimension; '' for fully_shard without a mesh.")
-    ] = "fsdp",
-    whole: Annotated[
-        list[str] | None,
-        typer.Option(help="Pattern of replicated tensors, such as the model's buffers."),
-    ] = None,
-    metadata: Annotated[
-        Path | None, typer.Option(help="Folder with fsdp_config.json and huggingface/.")
-    ] = None,
-    output: Output = "table",
-) -> None:
-    """Convert a DCP checkpoint to a committed step of ROOT, which may be new."""
-    from trinity_sync.formats.dcp import from_dcp
-
-    with progress_bar("converting", of_steps=True) as on_progress:
-        manifest = from_dcp(
-            folder,
-            root,
-            step,
-            world_size=world_size,
-            role=role,
-            model=model,
-            optim=optim,
-            layout=layout,
-            device_type=device,
-            mesh=mesh,
-            whole=whole or (),
-            metadata=metadata,
-            on_progress=on_progress,
-        )
-    text = f"committed step {manifest.step}, {format_bytes(manifest.nbytes)}, in {root}"
-    _print_step(root, manifest.step, output, text)

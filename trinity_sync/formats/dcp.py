@@ -1,25 +1,22 @@
-"""Conversion of committed steps to checkpoints of PyTorch DCP, and back.
+"""Conversion of committed steps to checkpoints of PyTorch DCP.
 
 `to_dcp` writes a committed step as a checkpoint of DCP. The ranks' files are mapped and passed to
 PyTorch's writer in chunks, so no tensor is assembled, and memory holds only pages of the files,
 which the kernel can reclaim. The folder appears complete, by one rename.
-
-`from_dcp` commits a checkpoint of DCP as a step of FSDP2 ranks, or of replicas. One rank's part of
-one component is in memory at a time: PyTorch plans which chunks of the checkpoint it needs; it is
-read, written and freed. Then the step is committed like any other.
 """
 
 import io
-import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
@@ -34,24 +31,15 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from trinity_sync.errors import CommitError, ConfigError, SaveError
-from trinity_sync.formats.dcp_source import DcpReader, Paths, run_dcp_alone
+from trinity_sync.errors import ConfigError, SaveError
 from trinity_sync.formats.shard_reader import SavedState, open_shard, outline_files
 from trinity_sync.fs.atomic import make_folder, sync_folder
-from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
-from trinity_sync.layout import check_name, check_root, shard_file, step_folder
-from trinity_sync.snapshot.job_identity import open_identity
-from trinity_sync.snapshot.packed import read_folder
-from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.storage.commit import commit
+from trinity_sync.fs.direct_io import OnProgress, no_progress
+from trinity_sync.layout import check_name, step_folder
 from trinity_sync.storage.discovery import list_shards, require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_run_manifest
-from trinity_sync.storage.persist import make_attempt_path, read_file_identity
+from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digests
-from trinity_sync.storage.runs import find_newest_run, open_run
-from trinity_sync.storage.save import Written, discard
-from trinity_sync.tensors.torch_private import make_mesh
 from trinity_sync.tensors.unshard import TensorChunk, iter_leaves
 
 COMPONENTS = ("model", "optim")
@@ -218,167 +206,25 @@ def _choose_components(manifest: Manifest, role: str, components: Sequence[str])
     return components or [name for name in COMPONENTS if name == "model" or name in saved]
 
 
-def from_dcp(
-    folder: str | Path,
-    root: str | Path,
-    step: int,
-    *,
-    world_size: int,
-    role: str = "actor",
-    model: str = "model",
-    optim: str = "optim",
-    layout: Literal["replicas", "fsdp2", ""] = "",
-    device_type: str = "cuda",
-    mesh: str = "fsdp",
-    whole: Sequence[str] = (),
-    metadata: str | Path | None = None,
-    on_progress: OnProgress = no_progress,
-) -> Manifest:
-    """Commit a step with the state of a DCP checkpoint, for ``world_size`` ranks.
+@contextmanager
+def run_dcp_alone() -> Iterator[None]:
+    """Run DCP within the block without a process group, and raise the original errors.
 
-    With the layout ``replicas`` the tensors are those of a model without FSDP, written once, and
-    ``extra_state`` of each of several ranks is empty. With ``fsdp2`` they are DTensors that are
-    split along their first dimension, as ``fully_shard`` does; scalars are not split. veRL's loader
-    reads the step with as many ranks, ``FSDPCheckpointManager`` with any number; both without
-    ``extra`` in ``checkpoint.load_contents``, which DCP checkpoints do not contain.
-
-    Args:
-        folder: folder of the checkpoint.
-        root: a job's root, of which no training is running; created if it is missing.
-        step: number of the new step.
-        world_size: number of ranks that are to load it.
-        role: role of the state.
-        model: key of the model in the saved state, with dots between nested keys, which a stateful
-            object around it may precede; empty if its tensors are at the top.
-        optim: key of the optimizer, in the form of ``optimizer.state_dict()`` or of
-            ``torch.distributed.checkpoint.state_dict``; empty to leave it out.
-        layout: how the ranks hold tensors; by default as replicas for one rank, otherwise FSDP2.
-        device_type: device type of the mesh of FSDP2; DTensors of another one do not load.
-        mesh: name of the mesh's dimension, likewise: that of veRL by default, and empty for
-            ``fully_shard`` without a mesh.
-        whole: patterns of names of model tensors that are not sharded, i.e. buffers.
-        metadata: folder with ``fsdp_config.json`` and ``huggingface/``, for veRL's merger.
-        on_progress: called with shards that were written and their total.
-
-    Raises:
-        ConfigError: the folder is not a DCP checkpoint, has no such state or more than tensors and
-            plain values, or an argument is invalid.
-        CommitError: the job has such a step, or the checkpoint is corrupted.
-        SaveError: the step cannot be written; nothing is left of it.
+    DCP warns that there is no process group, wraps the errors of ranks, and finishes a file after
+    the disk refused a write, which hides the cause.
     """
-    check_name("role", role)
-    check_root(root)
-    if world_size < 1 or step < 0:
-        raise ConfigError(
-            f"step must be at least 0, got {step}, and world_size at least 1, got {world_size}"
-        )
-    source, base = DcpReader(Path(folder)), Path(root).resolve()
-    parts = _select_parts(source, model, optim)
-    is_whole = (layout or ("replicas" if world_size == 1 else "fsdp2")) == "replicas"
-    if step_folder(base, step).exists():
-        raise CommitError(f"{step_folder(base, step)} exists already; choose another step or root")
-    make_folder(base)
-    identity = open_identity(base)
-    run = find_newest_run(base) or open_run(base, f"from-dcp-{uuid.uuid4().hex}", 0)
-    save = SaveId(str(base), run.number, run.key, step, "checkpoint", (role,), identity=identity)
-    saved_by = 1 if is_whole else world_size  # a replica is written once, as of one rank
-    shards = [(name, rank, saved_by) for name in parts for rank in range(saved_by)]
-    if saved_by < world_size:
-        shards += [("extra_state", rank, world_size) for rank in range(world_size)]
-    small = _read_metadata_files(Path(metadata)) if metadata else {}
-    components = (*dict.fromkeys(name for name, *_ in shards), *(["metadata"] if small else []))
-    replicated = tuple(parts) if saved_by < world_size else ()
-    written: list[Written] = []
-    try:
-        for name, content in small.items():
-            record = FileRecord(f"{role}/{name}", 0, "", role, "metadata", 0, world_size)
-            written.append(_write(save, record, content, components))
-        for name, rank, of in shards:
-            on = None if is_whole else make_mesh(device_type, rank, of, mesh)
-            paths = parts.get(name)
-            state = source.read_component(paths, rank, on, whole, name) if paths else {}
-            record = FileRecord(f"{role}/{shard_file(name, of, rank)}", 0, "", role, name, rank, of)
-            written.append(_write(save, record, state, components))
-            on_progress(1, len(shards))
-        return commit(save, [replace(file, replicated=replicated) for file in written])
-    except OSError as error:
-        raise SaveError(
-            f"{save} is not committed: {error.filename or save.folder} cannot be written: "
-            f"{error.strerror}. Nothing is left of it; repair that and retry."
-        ) from error
-    finally:
-        _remove_uncommitted(save, written)
+    with warnings.catch_warnings(), torch.device("cpu"):  # DCP computes on the default device
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except (CheckpointException, RuntimeError) as error:
+            first: BaseException = error
+            if isinstance(error, CheckpointException):
+                first = next(iter(error.failures.values()))[0]
+            raise _find_os_error(first) or first from error
 
 
-def _select_parts(source: DcpReader, model: str, optim: str) -> dict[str, Paths]:
-    """Return the entries of model and optimizer, without a component that is not saved.
-
-    Raises:
-        ConfigError: there is no model, or not the optimizer of a key that is not the default.
-    """
-    at = source.find_key(model) if model else ()
-    keys = [optim] if optim else []
-    if optim == "optim":  # next to the model, or where there is one
-        beside = ".".join(map(str, (at or ())[:-1]))
-        keys = ["optim", "optimizer", "optimizers"]
-        keys = [*(f"{beside}.{key}" for key in keys if beside), *keys]
-    found = [path for key in keys if (path := source.find_key(key))]
-    parts: dict[str, Paths] = {}
-    if at is not None:
-        parts["model"] = source.select_entries(at, without=found[0] if found else None)
-    if found:
-        parts["optim"] = source.select_entries(found[0])
-        source.require_optimizer(parts["optim"])
-    for name, key in (("model", model), ("optim", optim)):
-        if not parts.get(name) and (name == "model" or key not in ("", "optim")):
-            top = dict.fromkeys(".".join(map(str, path[:2])) for path in source.paths.values())
-            raise ConfigError(
-                f"{source.folder} has no {name} under {key!r} (it has {', '.join([*top][:8])}); "
-                f"pass its key, such as app.{name}, and '' for "
-                f"{'none' if name == 'optim' else 'tensors at the top'} (--{name})"
-            )
-    return parts
-
-
-def _write(save: SaveId, record: FileRecord, content: Any, components: tuple[str, ...]) -> Written:
-    """Write a state, or bytes, under a temporary name, durably."""
-    final, attempt, image = save.folder / record.path, uuid.uuid4().hex[:8], uuid.uuid4().hex
-    make_folder(final.parent)
-    temporary = make_attempt_path(final, attempt, image)
-    try:
-        with run_dcp_alone(), temporary.open("xb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(final.parent)
-    return Written(
-        replace(record, nbytes=temporary.stat().st_size, digest=digest_cached_file(temporary)),
-        temporary=os.fspath(temporary),
-        identity=read_file_identity(temporary),
-        components=components,
-        seconds=0.0,
-    )
-
-
-def _read_metadata_files(folder: Path) -> dict[str, bytes]:
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder with fsdp_config.json and huggingface/")
-    return read_folder(folder)
-
-
-def _remove_uncommitted(save: SaveId, written: Sequence[Written]) -> None:
-    """Remove the files of a failed conversion; none after a commit."""
-    if read_run_manifest(save.root, save.run, save.step):
-        return
-    discard(written)
-    for file in written:
-        (save.folder / file.record.path).unlink(missing_ok=True)
-    for folder, _, _ in os.walk(save.folder, topdown=False):
-        with suppress(OSError):  # not empty
-            Path(folder).rmdir()
+def _find_os_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error

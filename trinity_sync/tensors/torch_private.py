@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from trinity_sync.errors import UnsupportedTorchError
 
@@ -174,40 +174,7 @@ def reduce_without_hash(obj: Any) -> Any:
     return make, arguments, {**state, "_hash": None}, *rest
 
 
-# Device meshes and DTensors without process groups
-
-for _name in ("_init_backend", "_rank"):
-    look_up(f"torch.distributed.device_mesh.DeviceMesh.{_name}", _arguments(DeviceMesh))
-look_up(
-    "torch.distributed.device_mesh.DeviceMesh._dim_group_names",
-    find_attributes(DeviceMesh.__init__),
-)
-_TensorMeta: Callable[..., Any] = look_up("torch.distributed.tensor._dtensor_spec.TensorMeta")
-
-
-def make_mesh(device_type: str, rank: int, world_size: int, name: str = "fsdp") -> DeviceMesh:
-    """Return FSDP2's mesh over all ranks as a file that ``rank`` saved contains it.
-
-    ``name`` is that of its dimension, empty for none.
-    """
-    ranks = torch.arange(world_size, dtype=torch.int32, device="cpu")
-    mesh: Any = DeviceMesh(
-        device_type,
-        ranks,
-        mesh_dim_names=(name,) if name else None,
-        _init_backend=False,
-        _rank=rank,
-    )
-    mesh._dim_group_names = ["0"]  # the default process group, where the file is loaded
-    return mesh
-
-
-def make_dtensor(shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size) -> DTensor:
-    """Return a DTensor of the whole size, sharded along dimension 0; its mesh is 1-dimensional."""
-    stride = torch.empty(size, device="meta").stride()
-    spec = _DTensorSpec(mesh, (Shard(0),), _TensorMeta(size, stride, shard.dtype))
-    return DTensor(shard, spec, requires_grad=False)
-
+# DTensors without process groups
 
 StridedShard: Any = look_up("torch.distributed.tensor.placement_types._StridedShard")
 """Placement of FSDP2 over a dimension that tensor parallelism has sharded before."""

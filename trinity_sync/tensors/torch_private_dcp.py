@@ -8,11 +8,6 @@ from typing import Any
 
 from trinity_sync.tensors.torch_private import find_attributes, look_up
 
-unflatten_state_dict: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = look_up(
-    "torch.distributed.checkpoint._nested_dict.unflatten_state_dict"
-)
-"""Nest the entries of a DCP checkpoint as they were in the state that was saved."""
-
 DCP_INDEX_CLASSES: Mapping[str, Collection[str]] = {
     "torch.distributed.checkpoint.metadata": ["_MEM_FORMAT_ENCODING"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],

@@ -25,7 +25,6 @@ from tests.integration.fsdp.commits import CommitsHere, coordinator_of
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.states import differences
 from trinity_sync.errors import SaveFailedError
-from trinity_sync.formats.dcp import from_dcp
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.layout import step_folder
 
@@ -253,50 +252,3 @@ def test_what_fails_on_one_rank_fails_on_all_and_later_saves_go_on(tmp_path: Pat
         assert "step 2" in all_of_them
         assert "step 3" in all_of_them
     assert not step_folder(tmp_path / "ckpts", 2).exists()
-
-
-def import_and_train_on(folder: Path, mesh: str) -> list[str]:
-    """Train, save with DCP alone, import that, and train from it; return what differs."""
-
-    def train(seed: int, steps: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
-        given = init_device_mesh("cpu", (2,), mesh_dim_names=(mesh,)) if mesh else None
-        fully_shard(model, mesh=given)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return advance(model, optimizer, steps)
-
-    def advance(model: Any, optimizer: Any, steps: int) -> tuple[Any, Any]:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.ones(2, 6)).sum().backward()
-            optimizer.step()
-        return model, optimizer
-
-    def whole(model: Any, optimizer: Any) -> dict[str, Any]:
-        options = StateDictOptions(full_state_dict=True)
-        found = get_state_dict(model, optimizer, options=options)
-        return dict(zip(("model", "optim"), found, strict=True))
-
-    model, optimizer = train(0, 2)
-    states = get_state_dict(model, optimizer)
-    app = dict(zip(("model", "optim"), states, strict=True))
-    dcp.save({"app": app}, checkpoint_id=folder / "theirs")
-    if dist.get_rank() == 0:
-        from_dcp(folder / "theirs", folder / "ckpts", 2, world_size=2, device_type="cpu", mesh=mesh)
-    dist.barrier()
-    saves = coordinator_of(folder / "ckpts")
-    loaded = saves.load(2)
-    saves.close()
-    again, its_optimizer = train(1, 1)
-    again.load_state_dict(loaded["model"])
-    its_optimizer.load_state_dict(loaded["optim"])
-    expected = whole(*advance(model, optimizer, 1))
-    return differences(expected, whole(*advance(again, its_optimizer, 1)))
-
-
-@pytest.mark.parametrize("mesh", ["", "fsdp"])
-def test_a_model_under_fsdp2_trains_on_from_a_folder_of_dcp_that_was_imported(
-    tmp_path: Path, mesh: str
-) -> None:
-    assert on_ranks(import_and_train_on, tmp_path, mesh, scratch=tmp_path) == [[], []]

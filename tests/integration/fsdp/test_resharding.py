@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM
 from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.states import differences
 from trinity_sync import CommitError, ConfigError
-from trinity_sync.formats.dcp import from_dcp, to_dcp
+from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.formats.shard_reader import SavedState, outline_files
 from trinity_sync.integrations.verl.fsdp.reshard import derive_rng, load_resharded
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.storage.leases import list_leases
-from trinity_sync.tensors.torch_private import make_dtensor, make_mesh
 
 STEP = 3
 
@@ -143,18 +143,6 @@ def load(name: str, by: str, tiny: Path, jobs: Path) -> dict[str, Any]:
     }
 
 
-def through_dcp(tiny: Path, jobs: Path) -> list[str]:
-    """What two ranks saved, converted there and back, as veRL's own loader reads it on these ranks;
-    where it differs."""
-    ranks = dist.get_world_size()
-    if dist.get_rank() == 0:
-        to_dcp(jobs / "fsdp2-2", STEP, jobs / "dcp")
-        back = jobs / "back"
-        from_dcp(jobs / "dcp", back, STEP, world_size=ranks, layout="fsdp2", device_type="cpu")
-    dist.barrier()
-    return read_by_verl("fsdp2-2", jobs / "back", tiny, jobs)
-
-
 def read_by_verl(name: str, root: Path, tiny: Path, jobs: Path) -> list[str]:
     """Where model and optimizer differ from what was saved, if veRL's own loader reads a root."""
     trained = Trained(tiny, SAVED[name][0], seed=1000, original="original" in name)
@@ -214,8 +202,6 @@ def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
             for name in saves:
                 if "original" in name:
                     found[name, "verl"] = {"whole": read_by_verl(name, jobs / name, tiny, jobs)}
-            if world_size == 3:
-                found["fsdp2-2", "dcp"] = {"whole": through_dcp(tiny, jobs)}
         become(4)
 
     def loads(world_size: int) -> dict[str, str]:
@@ -292,10 +278,6 @@ def test_ranks_without_a_part_of_a_tensor_do_no_harm(loaded: Loaded, jobs: Path)
     saved = SavedState(files, [*outline_files(files, range(3)).values()])
     assert [list(chunk.sizes) for chunk in saved.tensors["numbers"].chunks] == [[2], [2]]
     assert saved.read_tensor("numbers", torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_what_was_converted_there_and_back_is_read_by_verls_own_loader(loaded: Loaded) -> None:
-    assert [rank["whole"] for rank in loaded["fsdp2-2", "dcp"]] == [[], [], []]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

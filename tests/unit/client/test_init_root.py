@@ -16,7 +16,6 @@ from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.init_root import resolve_root
 from trinity_sync.errors import ConfigError
-from trinity_sync.formats.dcp import from_dcp, to_dcp
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
@@ -100,7 +99,6 @@ def test_a_step_is_written_into_no_folder_of_a_step(
 ) -> None:
     job.commit_states(30, {"model": {"w": torch.ones(9)}})
     replicate(job.root, f"file://{tmp_path}/copies", 30)
-    to_dcp(job.root, 30, tmp_path / "dcp", components=["model"])
     inside = step_folder(job.root, 30) / below
     if by == "a link":
         (tmp_path / "link").symlink_to(step_folder(job.root, 30))
@@ -109,7 +107,6 @@ def test_a_step_is_written_into_no_folder_of_a_step(
     for write in (
         lambda: CheckpointCoordinator(inside, settings=Settings(spool=spool_folder)),
         lambda: fetch(f"file://{tmp_path}/copies", 30, inside),
-        lambda: from_dcp(tmp_path / "dcp", inside, 31, world_size=1, optim=""),
         lambda: Checkpoints(inside).record_metrics(30, {"reward": 1.0}),
     ):
         with pytest.raises(ConfigError, match=r"pass the root|is not a folder"):

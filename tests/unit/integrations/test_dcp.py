@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,9 @@ from tests.support.disk import flip_a_byte, no_file_above
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
-from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
 from trinity_sync.integrations.dcp.planned_file import describe_structure
+from trinity_sync.integrations.dcp.reader import parse_index
 from trinity_sync.layout import step_folder
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import require_committed
@@ -314,6 +315,23 @@ def test_an_index_of_pytorch_2_2_is_read(tmp_path: Path) -> None:
     found = parse_index(pickle.dumps(index), tmp_path / ".metadata").state_dict_metadata["w"]
     assert isinstance(found.properties, TensorProperties)
     assert found.properties.dtype == torch.float64
+
+
+def test_an_index_that_would_run_code_does_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="was not trusted"):
+        parse_index(pickle.dumps(Runs(tmp_path / "ran")), tmp_path / ".metadata")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_that_python_3_13_wrote_is_read_on_every_python(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    content = pickle.dumps(index, protocol=2)  # which names classes in lines
+    assert b"cpathlib" in content
+    by_3_13 = re.sub(rb"cpathlib(\._local)?\nPosixPath", b"cpathlib._local\nPosixPath", content)
+    found = parse_index(by_3_13, tmp_path / ".metadata")
+    assert found.storage_meta
+    assert found.storage_meta.checkpoint_id == tmp_path
 
 
 def test_steps_without_a_commit_or_without_dcp_are_refused(saves: CheckpointCoordinator) -> None:

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
+from tests.support.dtensors import make_dtensor, make_mesh
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
 from trinity_sync.snapshot.layout_key import UndetachedStateDict
-from trinity_sync.tensors.torch_private import make_dtensor, make_mesh
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dtensors import make_dtensor, make_mesh
 from trinity_sync.tensors.replicas import find_replicas
-from trinity_sync.tensors.torch_private import make_dtensor, make_mesh
 
 
 @pytest.mark.parametrize("nest", [lambda w: {"w": w}, lambda w: [{"w": w}], lambda w: {"a": (w,)}])

@@ -1,22 +1,41 @@
 """Storage reader of DCP for a committed step: leased, compared with its digests, then read."""
 
+import io
 import os
+import pickle
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.formats.dcp_source import parse_index
 from trinity_sync.layout import check_name, check_number, step_folder
 from trinity_sync.storage.discovery import require_unreplaced
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.restore import OpenFiles, load_bytes
+from trinity_sync.tensors.torch_private_dcp import DCP_INDEX_CLASSES
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch": {"Size", *(str(v)[6:] for v in vars(torch).values() if isinstance(v, torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+}
+"""Classes allowed in the index of a checkpoint."""
 
 
 class StepReader(FileSystemReader):
@@ -153,6 +172,32 @@ class StepReader(FileSystemReader):
                 "part of the step; load another step"
             )
         return metadata
+
+
+def parse_index(content: bytes, path: Path) -> Metadata:
+    """Return the index of a DCP checkpoint from the content of its file, without trust.
+
+    Raises:
+        ConfigError: it is not an index, or cannot be trusted.
+    """
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:  # a torn or foreign pickle may raise anything
+        raise ConfigError(
+            f"{path} is not the index of a DCP checkpoint, and was not trusted: {error}"
+        ) from error
+    return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        module = module.removesuffix("._local")  # Python 3.13 pickles pathlib's classes by it
+        known = *_INDEX_CLASSES.get(module, ()), *DCP_INDEX_CLASSES.get(module, ())
+        if name not in known:
+            raise pickle.UnpicklingError(f"it imports {module}.{name}, which no index needs")
+        return super().find_class(module, name)
 
 
 class _Opened(FileSystem):
