@@ -34,7 +34,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # thousands of processes of the tests import what one of them has compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo smollm client newest prefect-oldest lowest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos whole-run lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm nfs slurm tutorials docs clean
+.PHONY: help demo smollm client newest prefect-oldest lowest torch-oldest torch-newest torch-suites lock test unit models integration faults e2e chaos whole-run lint audit bench scale history verl megatron veomni trinity trl torchtitan vllm bench-vllm pytorch-suite nfs slurm tutorials docs clean
 
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
@@ -104,6 +104,10 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.dcp
 	$(BIN)/python -m benchmarks.drivers
+
+pytorch-suite: $(READY) ## PyTorch's own tests of DCP on our storage writer, stager and reader (PYTORCH=its repository, of the installed version)
+	$(BIN)/python -m pip install --quiet expecttest
+	$(BIN)/python -m tests.environments.pytorch $(or $(PYTORCH),$(error pass PYTORCH=/path/to/pytorch))
 
 verl: $(READY) ## veRL's own trainers with our manager, killed on two ranks and resumed
 	$(BIN)/python -m pytest tests/integration/fsdp/test_verl_trainer.py tests/integration/fsdp/test_verl_sft.py tests/environments/verl
