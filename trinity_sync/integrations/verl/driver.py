@@ -51,12 +51,12 @@ def wrap_find_latest_ckpt_path(
     if not Path(path).is_dir():
         return original(path, directory_format)
     with closing(CheckpointCoordinator(path)) as saves:
-        newest = saves.latest()
+        newest = saves.latest_step()
     named = read_latest_pointer(path, "checkpoint")
     saved_by_verl = named is not None and is_foreign(step_folder(path, named))
     if newest is None or saved_by_verl:
         return original(path, directory_format)
-    return str(newest)
+    return str(step_folder(path, newest))
 
 
 @wrapper
