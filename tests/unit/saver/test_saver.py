@@ -67,7 +67,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
-MOST_CALLED = 86
+MOST_CALLED = 91
 """Functions of trinity_sync that a save of an unchanged structure calls on the training thread."""
 
 
