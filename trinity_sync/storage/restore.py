@@ -43,6 +43,7 @@ from trinity_sync.snapshot.ticket import hold_slot
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.tensors.deserialize import load_image
+from trinity_sync.tensors.replicas import iter_dtensors
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,11 @@ def open_states(
     wanted = [*paths.values()]
     how: Any = {"spool": spool, "manifest": manifest, "borrow": wanted if borrow else ()}
     with closing(load_shards(root, step, wanted, **how)) as shards:
-        yield {name: next(shards).state for name in paths}  # its end would unlock the slots
+        states = {name: next(shards).state for name in paths}  # its end would unlock the slots
+        saved_by = _count_ranks(manifest, role, world_size)
+        if saved_by != world_size and next(iter_dtensors(states), None) is not None:
+            raise _refuse_ranks(root, step, role, saved_by, rank, world_size)
+        yield states
 
 
 def find_own_shards(
@@ -180,7 +185,7 @@ def find_own_shards(
         CommitError: as `load_states`.
     """
     step, shards = manifest.step, [r for r in manifest.files if r.role == role and r.is_shard]
-    saved_by = max((record.world_size for record in shards), default=world_size)
+    saved_by = _count_ranks(manifest, role, world_size)
     mine = {
         record.component: record
         for record in shards
@@ -190,12 +195,7 @@ def find_own_shards(
     if world_size != saved_by:  # any number of ranks loads what all of those have alike
         alike = {(r.component, r.digest): r for r in shards if r.component != "extra_state"}
         if not alike or len({component for component, _ in alike}) < len(alike):
-            raise CommitError(
-                f"step {step} in {root}, role {role}, was saved by {saved_by} rank(s), and this is "
-                f"rank {rank} of {world_size}; load it with as many ranks. On any number, "
-                "Checkpoints.load_into loads its weights, FSDPCheckpointManager.load_checkpoint "
-                f"veRL's states, and dcp.load what trinity-sync export dcp {root} {step} OUT writes"
-            )
+            raise _refuse_ranks(root, step, role, saved_by, rank, world_size)
         mine = {name: r for name, r in mine.items() if name == "extra_state" and rank < saved_by}
         if not mine and len(alike) < len({record.component for record in shards}):
             warn_once(
@@ -210,6 +210,23 @@ def find_own_shards(
             f"{manifest.hint_at_format(role)}trinity-sync show {root} {step} lists its files"
         )
     return mine
+
+
+def _count_ranks(manifest: Manifest, role: str, default: int) -> int:
+    """Return the number of ranks that saved a role."""
+    shards = (record for record in manifest.files if record.role == role and record.is_shard)
+    return max((record.world_size for record in shards), default=default)
+
+
+def _refuse_ranks(
+    root: str | Path, step: int, role: str, saved_by: int, rank: int, world_size: int
+) -> CommitError:
+    return CommitError(
+        f"step {step} in {root}, role {role}, was saved by {saved_by} rank(s), and this is "
+        f"rank {rank} of {world_size}; load it with as many ranks. On any number, "
+        "Checkpoints.load_into loads its weights, FSDPCheckpointManager.load_checkpoint "
+        f"veRL's states, and dcp.load what trinity-sync export dcp {root} {step} OUT writes"
+    )
 
 
 def is_for_several_ranks(manifest: Manifest, record: FileRecord) -> bool:

@@ -21,7 +21,7 @@ def find_replicas(states: Iterable[Any], rank: int) -> tuple[int, ...]:
     no DTensors.
     """
     found: dict[tuple[Any, ...], list[int]] = {}
-    for tensor in _iter_dtensors(states):
+    for tensor in iter_dtensors(states):
         key = id(tensor.device_mesh), tensor.placements
         if key not in found:
             found[key] = _list_replicas(tensor)
@@ -31,12 +31,13 @@ def find_replicas(states: Iterable[Any], rank: int) -> tuple[int, ...]:
     return tuple(each for each in first if all(each in of for of in others)) or (rank,)
 
 
-def _iter_dtensors(value: Any) -> Iterator[DTensor]:
+def iter_dtensors(value: Any) -> Iterator[DTensor]:
+    """Yield the DTensors of a nested state."""
     if isinstance(value, DTensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _iter_dtensors(each)
+            yield from iter_dtensors(each)
 
 
 def _list_replicas(tensor: DTensor) -> list[int]:
@@ -59,12 +60,12 @@ def adopt_meshes(state: Any, live: Any = ()) -> None:
     reference, all ranks take that of a tensor in ``live``, or the newest: they have groups of their
     own, and ranks that gather in different ones wait for each other for ever.
     """
-    loaded = {id(tensor.device_mesh): tensor.device_mesh for tensor in _iter_dtensors(state)}
+    loaded = {id(tensor.device_mesh): tensor.device_mesh for tensor in iter_dtensors(state)}
     if not loaded or not dist.is_initialized():
         return
     meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
     own = [each for each in meshes if id(each) not in loaded and _is_own(each)]
-    first = {id(tensor.device_mesh) for tensor in _iter_dtensors(live)}
+    first = {id(tensor.device_mesh) for tensor in iter_dtensors(live)}
     own.sort(key=lambda mesh: (id(mesh) in first, _list_groups(mesh)), reverse=True)
     for mesh in loaded.values():
         for each in own:

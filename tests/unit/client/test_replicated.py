@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.disk import drop_cached
+from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
@@ -255,3 +256,18 @@ def test_tickets_of_one_replica_name_what_the_other_saves(job: Job) -> None:
     stage_shards(job, 4)
     tickets = [sealed.ticket for sealed in job.spool.tickets()[0]]
     assert "model" in list_components([each for each in tickets if each.rank > 1])
+
+
+@pytest.mark.parametrize(("saved_by", "ranks"), [(1, 2), (2, 4)])
+def test_shards_that_are_equal_on_all_ranks_are_no_replicas(
+    coordinator_of: Open, job: Job, saved_by: int, ranks: int
+) -> None:
+    job.world_size = saved_by
+    for rank in range(saved_by):
+        mesh = make_mesh("cpu", 0, saved_by)
+        weight = make_dtensor(torch.zeros(4), mesh, torch.Size([4 * saved_by]))
+        coordinator_of(rank=rank, world_size=saved_by).save(4, {"model": {"w": weight}})
+    job.commit(4, "model")
+    other = coordinator_of(rank=1, world_size=ranks, run_key="next")
+    with pytest.raises(CommitError, match="load it with as many ranks"):
+        other.load(4)

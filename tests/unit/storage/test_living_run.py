@@ -266,7 +266,6 @@ def test_the_setting_takes_over_where_a_switch_makes_the_coordinator(
 ASKING: dict[str, Callable[[CheckpointCoordinator], object]] = {
     "run": lambda saves: saves.run,
     "latest_step": lambda saves: saves.latest_step(settle_s=0.1),
-    "latest": lambda saves: saves.latest(),
     "check_resume": lambda saves: saves.check_resume(30),
     "attachment": lambda saves: saves.attachment(30, "position"),
     "attach": lambda saves: saves.attach("position", b"7", step=40),
