@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -386,8 +386,10 @@ class Stager:
             except (TrinitySyncError, OSError) as error:
                 logger.warning("Saves will be slow, or fail: %s", error)
 
-        self._beside = ended, threading.Thread(target=run, name=BESIDE, daemon=True)
-        self._beside[1].start()
+        thread = threading.Thread(target=run, name=BESIDE, daemon=True)
+        with suppress(RuntimeError):  # none can be started: the next save does without it
+            thread.start()
+            self._beside = ended, thread
 
     def _end_beside(self) -> None:
         if self._beside:
