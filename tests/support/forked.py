@@ -19,7 +19,10 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ("torch.distributed", "trinity_sync.client.coordinator", "trinity_sync.cli.commands")
+PRELOADED = (
+    *("torch.distributed", "trinity_sync.client.coordinator", "trinity_sync.cli.commands"),
+    *("psutil", "certifi", "httpx"),
+)
 _servers: dict[tuple[str, ...], ForkServer] = {}
 
 

@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 
 gc.disable()
-for name in os.environ["PRELOADED"].split():
+for name in ("tests.support.forked", *os.environ["PRELOADED"].split()):
     import_module(name)
 gc.freeze()
 gc.enable()
