@@ -417,8 +417,16 @@ def _called(function: ast.expr) -> str:
 
 
 def _details(title: str, texts: set[str]) -> str:
-    rows = "".join(f"<li>{html.escape(text)}</li>" for text in sorted(texts, key=_sorting))
+    shown = sorted({_shorten(text) for text in texts}, key=_sorting)
+    rows = "".join(f"<li>{html.escape(text)}</li>" for text in shown)
     return f"<details><summary>{title}</summary><ul>{rows}</ul></details>"
+
+
+def _shorten(text: str) -> str:
+    """Return the first sentence, by which a reader knows the message; the rest is what to do."""
+    first = re.split(r"(?<=\w{3})[.;] |: (?=[A-Z])", text, maxsplit=1)[0]
+    words = first.split()
+    return first + " …" * (first != text) if len(words) <= 12 else " ".join(words[:12]) + " …"
 
 
 def _sorting(text: str) -> str:

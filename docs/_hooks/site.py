@@ -17,6 +17,12 @@ import reference
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[2]
+SEARCH = {
+    "contributing/": {"exclude": True},
+    "operations/failures.md": {"boost": 3},
+    "reference/messages.md": {"boost": 2},
+}
+"""What the search ranks: a pasted message leads to what to do, not to how the project is made."""
 DOWNLOADS = "files"
 """Folder of the site with the files of the repository that pages link to."""
 PAGES = {"contributing/index.md": "CONTRIBUTING.md", "contributing/changelog.md": "CHANGELOG.md"}
@@ -67,6 +73,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = _DIRECTIVE.sub(lambda found: reference.GENERATORS[found[1]](), markdown)
     markdown = _FILE.sub(lambda found: _insert_file(found[1]), markdown)
     own = page.file.src_uri
+    for start, rank in SEARCH.items():
+        if own.startswith(start):
+            page.meta["search"] = rank
 
     def point(found: re.Match[str]) -> str:
         target = _outside(own, found[2])

@@ -1,10 +1,9 @@
 """Train two replicas with DistributedDataParallel, and resume in the middle of an epoch.
 
-    trinity-sync up
     torchrun --nproc-per-node 2 train.py     # kill it at any time and run it again
     trinity-sync show ckpts 50
 
-Each rank saves its replica and its own `extra_state`. A step is committed once all ranks have
+Rank 0 saves the replica, each rank its own `extra_state`. A step is committed once all ranks have
 submitted it, so a kill between two ranks leaves no half step. On GPUs, pass "nccl" to
 `init_process_group` and move model and batches to the rank's device.
 """
@@ -56,7 +55,7 @@ with CheckpointCoordinator.of_process_group("ckpts") as saves:  # all ranks call
             if step % SAVE_EVERY == 0:
                 extra = {"rng": torch.get_rng_state(), "epoch": epoch, "batch": batch}
                 states = {"model": network.state_dict(), "optim": optimizer.state_dict()}
-                saves.save(step, {**states, "extra_state": extra})
+                saves.save(step, {**states, "extra_state": extra}, replicated=("model", "optim"))
                 print(f"rank {rank}: step {step}, loss {loss:.4f}")
         batch = 0
 

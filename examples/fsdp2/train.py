@@ -1,6 +1,5 @@
 """Train a sharded model with FSDP2 (`fully_shard`), and resume each rank's shards.
 
-    trinity-sync up
     torchrun --nproc-per-node 2 train.py     # kill it at any time and run it again
     trinity-sync show ckpts 50
 

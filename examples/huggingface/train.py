@@ -1,7 +1,6 @@
 """Train with Hugging Face's `Trainer`, and resume in the middle of an epoch.
 
     pip install transformers accelerate
-    trinity-sync up
     python train.py          # kill it at any time and run it again
     trinity-sync ls ckpts
 

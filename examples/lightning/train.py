@@ -1,7 +1,6 @@
 """Train with Lightning's `Trainer`, and resume in the middle of an epoch.
 
     pip install lightning torchdata
-    trinity-sync up
     python train.py          # kill it at any time and run it again
     trinity-sync ls ckpts
 

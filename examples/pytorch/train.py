@@ -1,6 +1,5 @@
 """Train in one process, and resume bit-equal after a kill.
 
-    trinity-sync up
     python train.py          # about 10 seconds; kill it at any time and run it again
     trinity-sync ls ckpts
 

@@ -1,7 +1,6 @@
 """Train with TRL's GRPO; a vLLM server generates, with the weights of each step.
 
     pip install "trl[vllm]" trinity-sync
-    trinity-sync up
     python train.py          # kill it at any time and run it again
 
 and in a second terminal, once model/ is there:

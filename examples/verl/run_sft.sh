@@ -2,7 +2,6 @@
 # Fine-tune with veRL's SFT trainer on two GPUs, and resume with the same command after a kill.
 #
 #     pip install verl==0.9.1 trinity-sync
-#     trinity-sync up
 #     sh run_sft.sh                # kill it at any time and run it again
 #     trinity-sync ls ckpts
 #

@@ -1,6 +1,5 @@
 """GRPO with rollouts from vLLM: train on them, publish the weights, save every 20 steps.
 
-    trinity-sync up
     python train.py          # trainer: kill it at any time and run it again
     python rollout.py        # in a second terminal and in vLLM's environment; so, too
 

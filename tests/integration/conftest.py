@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.test_tutorials import make_tools
 from tests.support.job import Job
+from tests.support.savers import end_savers
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.latest_pointer import advance_latest_pointer
@@ -45,6 +47,14 @@ def commit_step(root: Path) -> CommitStep:
         return folder
 
     return commit
+
+
+@pytest.fixture
+def tools(tmp_path: Path, spool_folder: Path) -> Iterator[dict[str, str]]:
+    """The environment of a user who has installed the client alone, and whose saver ends."""
+    own = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_SPOOL": str(spool_folder)}
+    yield make_tools(tmp_path) | own | {"TRINITY_SYNC_SAVER": "auto"}
+    end_savers(spool_folder)
 
 
 @pytest.fixture(scope="session")

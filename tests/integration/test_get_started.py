@@ -15,6 +15,7 @@ from trinity_sync.stack.services import StackState
 pytestmark = pytest.mark.timeout(600)  # two cores train next to the stack, and other tests
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "docs/get-started/first-save.md"]
+STACK = REPOSITORY / "docs/get-started/stack.md"
 PROGRAM = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIES = re.compile(
@@ -37,13 +38,24 @@ def words_of(line: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_a_page_shows_what_its_programs_and_commands_print(
-    page: Path, stack: StackState, tmp_path: Path
+    page: Path, tools: dict[str, str], tmp_path: Path
 ) -> None:
     for name, text in PROGRAM.findall(page.read_text()):
         (tmp_path / name).write_text(text)
-    environment = make_tools(tmp_path) | {"COLUMNS": "200", "NO_COLOR": "1"}
+    require_shown(page, tmp_path, tools)
+
+
+def test_the_page_of_the_stack_shows_what_its_start_prints(
+    stack: StackState, tmp_path: Path
+) -> None:
+    require_shown(STACK, tmp_path, make_tools(tmp_path))
+
+
+def require_shown(page: Path, folder: Path, tools: dict[str, str]) -> None:
+    """Run the commands of a page, and require that they print what it shows."""
+    environment = tools | {"COLUMNS": "200", "NO_COLOR": "1"}
     for command, shown in commands_of(page):
-        code, printed = run_at_terminal(["bash", "-c", command], environment, folder=tmp_path)
+        code, printed = run_at_terminal(["bash", "-c", command], environment, folder=folder)
         assert code == 0, f"{command}: {printed}"
         plain = re.sub(r"\r|\x1b\[[?\d;]*[A-Za-z]", "", printed)
         lines = [words_of(line) for line in plain.splitlines()]
@@ -52,11 +64,11 @@ def test_a_page_shows_what_its_programs_and_commands_print(
 
 
 def test_the_rollout_worker_of_the_readme_loads_what_its_training_saved(
-    stack: StackState, tmp_path: Path
+    tools: dict[str, str], tmp_path: Path
 ) -> None:
     for name, text in PROGRAM.findall(PAGES[0].read_text()):
         (tmp_path / name).write_text(text.replace("401", "101"))  # all of it is run above
-    environment = make_tools(tmp_path) | {"PYTHONUNBUFFERED": "1"}
+    environment = tools | {"PYTHONUNBUFFERED": "1"}
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
     with subprocess.Popen(
         [sys.executable, "rollout.py"],

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.integration.test_get_started import PROGRAM
-from tests.integration.test_tutorials import REPOSITORY, run_in_one_shell
+from tests.integration.test_tutorials import REPOSITORY, make_tools, run_in_one_shell
 from tests.support.states import differences
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.stack.services import StackState
@@ -58,4 +58,5 @@ def test_the_commands_of_a_page_run_as_they_are_written(
             saves.save(step, {"model": model.state_dict(), "optim": optimizer.state_dict()})
     commands = BLOCK.findall((REPOSITORY / "docs" / page).read_text())
     bucket = (tmp_path / "bucket").as_uri()
-    run_in_one_shell([each.replace("s3://bucket", bucket) for each in commands], tmp_path)
+    commands = [each.replace("s3://bucket", bucket) for each in commands]
+    run_in_one_shell(commands, tmp_path, make_tools(tmp_path))

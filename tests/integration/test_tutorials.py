@@ -1,4 +1,4 @@
-"""The tutorials, as they are written: their files, and their commands in one shell.
+"""The tutorials, as they are written, without a stack: their files, their commands in one shell.
 
 That of vLLM needs its environment: see `tests.environments.vllm.test_tutorial`.
 """
@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from trinity_sync.stack.services import StackState
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -36,11 +34,11 @@ def make_tools(folder: Path) -> dict[str, str]:
     }
 
 
-def run_in_one_shell(commands: list[str], folder: Path) -> None:
+def run_in_one_shell(commands: list[str], folder: Path, tools: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)],
         cwd=folder,
-        env=make_tools(folder),
+        env=tools,
         capture_output=True,
         text=True,
         timeout=280,
@@ -51,7 +49,7 @@ def run_in_one_shell(commands: list[str], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_as_it_is_written(
-    tutorial: Path, stack: StackState, tmp_path: Path
+    tutorial: Path, tools: dict[str, str], tmp_path: Path
 ) -> None:
     commands = []
     for language, text in BLOCK.findall(tutorial.read_text()):
@@ -59,4 +57,4 @@ def test_a_tutorial_runs_as_it_is_written(
             commands.append(text)
         else:
             (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
-    run_in_one_shell(commands, tmp_path)
+    run_in_one_shell(commands, tmp_path, tools)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -190,6 +191,22 @@ def parts_of(message: str) -> list[str]:
     return [part.strip() for part in message.split("…") if part.strip()]
 
 
+def test_each_name_of_verls_checkpoint_config_is_on_the_page_of_its_settings() -> None:
+    found = importlib.util.find_spec("verl")
+    if not found or not found.origin:
+        pytest.skip("veRL is not installed here")
+    names = {
+        statement.target.id
+        for file in ("trainer/config/config.py", "workers/config/checkpoint.py")
+        for node in ast.parse((Path(found.origin).parent / file).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("CheckpointConfig")
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+    text = (DOCS / "how-to/verl-settings.md").read_text().partition("## CheckpointConfig")[2]
+    assert names == {*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)}
+
+
 def test_every_variable_that_is_named_is_a_setting() -> None:
     code = "\n".join(path.read_text() for path in CODE)
     settings = {name.upper() for name in re.findall(r"^    (\w+): ", code, re.MULTILINE)}
@@ -220,11 +237,11 @@ def test_a_how_to_ends_with_a_check_that_it_works(page: Path) -> None:
     assert re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)[-1] == "Check that it works"
 
 
-def test_the_api_page_has_all_public_names() -> None:
+def test_the_pages_of_the_api_have_all_public_names() -> None:
     import trinity_sync
     from trinity_sync import adapter, errors
 
-    text = (DOCS / "reference/api.md").read_text()
+    text = "".join(page.read_text() for page in DOCS.glob("reference/api*.md"))
     described = set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
     names = [*trinity_sync.__all__, *adapter.__all__]
     public = {name for name in names if not hasattr(errors, name)}

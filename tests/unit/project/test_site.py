@@ -14,8 +14,8 @@ import pytest
 
 from tests.unit.project.test_docs import REPOSITORY
 
-PHONE = 390
-"""Width of a phone in pixels."""
+PHONE, DESKTOP = 390, 1280
+"""Widths of a phone and of a small desktop, in pixels."""
 SYNTAX = re.compile(r"```|\|\s*:?-{3,}|<!--|^\s*(?:!!!|\?\?\?|===) |^\s*\|.*\||\{: ", re.MULTILINE)
 """What Markdown leaves in a text that it has not understood."""
 SHOWN_AT_WIDTH = """<script>
@@ -24,9 +24,22 @@ addEventListener("load", () => {
   for (const frame of document.querySelectorAll("iframe")) {
     const page = frame.contentDocument, width = page.documentElement.clientWidth
     const tooWide = each => each.getBoundingClientRect().right > width
+    const lines = cell => {
+      const range = page.createRange()
+      range.selectNodeContents(cell)
+      return new Set([...range.getClientRects()].map(each => Math.round(each.bottom / 8))).size
+    }
+    const isNarrow = cell => {
+      const em = parseFloat(getComputedStyle(cell).fontSize)
+      return width > 1000 && cell.clientWidth < 12 * em - 1 && lines(cell) > 2
+    }
     found[frame.title] = [width, page.documentElement.scrollWidth,
-      [...page.querySelectorAll("article :is(h1, p, li, table, td)")].filter(tooWide)
-        .map(each => each.textContent.slice(0, 60))]
+      [...page.querySelectorAll("article :is(h1, p, li, table, td, pre)")].filter(tooWide),
+      [...page.querySelectorAll("article td")].filter(isNarrow),
+      [...page.querySelectorAll("article pre > code")].filter(each =>
+        each.scrollWidth > each.clientWidth + 1)]
+    found[frame.title] = found[frame.title].map(each => each.map ?
+      each.map(one => one.textContent.slice(0, 60)) : each)
   }
   document.body.textContent = JSON.stringify(found)
 })
@@ -68,20 +81,23 @@ def test_no_page_shows_markdown_that_was_not_understood(site: Path) -> None:
     assert {name: found for name, found in shown.items() if found} == {}
 
 
-def test_pages_fit_the_width_of_a_phone(site: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_pages_fit_a_screen(site: Path, tmp_path: Path, width: int) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("no Chromium here: apt-get install chromium")
-    pages = ["operations/failures", "how-to/dcp", "benchmarks"]
+    pages = ["operations/failures", "how-to/dcp", "benchmarks", "concepts/comparison"]
+    pages += ["how-to/verl-settings", "how-to/huggingface", "operations/size"]
     frames = [
-        f'<iframe title="{page}" width="{PHONE}" src="{(site / page).as_uri()}.html"></iframe>'
+        f'<iframe title="{page}" width="{width}" src="{(site / page).as_uri()}.html"></iframe>'
         for page in pages
     ]
-    frame = tmp_path / "phone.html"
+    frame = tmp_path / "frames.html"
     frame.write_text("\n".join([SHOWN_AT_WIDTH, *frames]))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += ["--hide-scrollbars", "--allow-file-access-from-files", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path}/profile", frame.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (found := re.search("<body>(.*)</body>", shown.stdout)), shown.stderr
-    assert json.loads(html.unescape(found[1])) == {page: [PHONE, PHONE, []] for page in pages}
+    fits = [width, width, [], [], []]  # nothing too wide, no cell that breaks words, no code cut
+    assert json.loads(html.unescape(found[1])) == {page: fits for page in pages}

@@ -71,7 +71,7 @@ class TrinitySyncCheckpointEngine(CheckpointEngineWithCache):
         root: the job's root, the same for trainer and rollouts; by default ``TRINITY_SYNC_ROOT``,
             which the switch sets to ``trainer.default_local_dir``.
         commit: also commit each version as a weights-only step, for rollouts to read from disk once
-            the trainer's shared memory is gone. This needs a stack, as any save.
+            the trainer's shared memory is gone.
         timeout_s: seconds for which `receive_weights` waits for the trainer.
 
     Attributes:
@@ -282,7 +282,7 @@ class _Sender:
     """The trainer's rank 0: keeps the tensors of the last update, and publishes them.
 
     The memory for them is kept between updates: new memory costs more than the copy into it.
-    Commits are requested by ``trigger``, by default the stack's.
+    Commits are requested by ``trigger``.
     """
 
     def __init__(self, root: Path, *, commit: bool, trigger: SaveTrigger | None = None) -> None:
