@@ -23,6 +23,8 @@ SEARCH = {
     "reference/messages.md": {"boost": 2},
 }
 """What the search ranks: a pasted message leads to what to do, not to how the project is made."""
+UNSEEN = ("docs/contributing/invariants.md", "docs/contributing/tests.md")
+"""Lists for who changes the code: the site has them as files. ``mkdocs.yml`` excludes them."""
 DOWNLOADS = "files"
 """Folder of the site with the files of the repository that pages link to."""
 PAGES = {"contributing/index.md": "CONTRIBUTING.md", "contributing/changelog.md": "CHANGELOG.md"}
@@ -61,7 +63,7 @@ def on_files(files: Files, config: Any) -> Files:
     for target in sorted(linked):
         if (REPOSITORY / target).is_file():  # another target is left, and so reported
             path = str(REPOSITORY / target)
-            files.append(File.generated(config, f"{DOWNLOADS}/{target}", abs_src_path=path))
+            files.append(File.generated(config, _download(target), abs_src_path=path))
     return files
 
 
@@ -81,7 +83,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = _outside(own, found[2])
         if target is None or not (REPOSITORY / target).is_file():
             return found[0]
-        path = posixpath.relpath(f"{DOWNLOADS}/{target}", posixpath.dirname(own) or ".")
+        path = posixpath.relpath(_download(target), posixpath.dirname(own) or ".")
         return f"{found[1]}{path}{found[3]}"
 
     return _LINK.sub(point, markdown)
@@ -112,4 +114,9 @@ def _links_outside(page: str, text: str) -> set[str]:
 def _outside(page: str, link: str) -> str | None:
     """Return the path in the repository of a link that leaves ``docs/``; None for other links."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
-    return None if path.startswith(("docs/", "..")) else path
+    return None if path.startswith(("docs/", "..")) and path not in UNSEEN else path
+
+
+def _download(path: str) -> str:
+    """Return where the site has a file of the repository; Markdown would become a page."""
+    return f"{DOWNLOADS}/{path}" + ".txt" * path.endswith(".md")
