@@ -36,7 +36,7 @@ addEventListener("load", () => {
     found[frame.title] = [width, page.documentElement.scrollWidth,
       [...page.querySelectorAll("article :is(h1, p, li, table, td, pre)")].filter(tooWide),
       [...page.querySelectorAll("article td")].filter(isNarrow),
-      [...page.querySelectorAll("article pre > code")].filter(each =>
+      [...page.querySelectorAll("article :is(pre > code, .md-typeset__scrollwrap)")].filter(each =>
         each.scrollWidth > each.clientWidth + 1)]
     found[frame.title] = found[frame.title].map(each => each.map ?
       each.map(one => one.textContent.slice(0, 60)) : each)
