@@ -19,11 +19,11 @@ PROJECT = Path(__file__).parents[3]
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())
 
 
-def metadata(url: str) -> dict[str, Any]:
+def metadata(url: str, site: str = "") -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "metadata"],
         cwd=PROJECT,
-        env={**os.environ, "REPOSITORY_URL": url},
+        env={**os.environ, "REPOSITORY_URL": url, "SITE_URL": site},
         capture_output=True,
         text=True,
         check=True,
@@ -51,6 +51,13 @@ def test_the_page_links_to_the_files_of_its_version_in_the_repository_that_relea
     assert len(linked) > 40
     assert all((PROJECT / each.partition("#")[0]).is_file() for each in linked)
     assert shown["urls"]["Issues"] == f"{url}/issues"
+
+
+def test_the_page_links_to_the_site_where_the_release_names_one() -> None:
+    shown = metadata("https://git.example.org/us/trinity_sync", "https://us.example.org/")
+    assert "https://us.example.org/how-to/preemption.html#slurm" in links_of(shown)
+    assert not [link for link in links_of(shown) if "/docs/" in link]
+    assert shown["urls"]["Documentation"] == "https://us.example.org"
 
 
 def test_classifiers_are_known_and_name_the_versions_of_python_that_are_required() -> None:
