@@ -138,7 +138,11 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "given", "told"), WRONG, ids=str)
+@pytest.mark.parametrize(
+    ("method", "given", "told"),
+    WRONG,
+    ids=[f"{number}-{each[0]}" for number, each in enumerate(WRONG)],
+)
 def test_a_wrong_argument_is_refused_by_the_sentence_that_makes_the_next_try_right(
     coordinator_of: Open, job: Job, method: str, given: tuple[Any, ...], told: str
 ) -> None:
