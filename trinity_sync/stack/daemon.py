@@ -247,10 +247,10 @@ def find_family(daemon: Daemon) -> set[psutil.Process]:
 
 def list_addresses(pid: int) -> list[tuple[str, int]]:
     """Return where a process listens; nothing if it has ended."""
-    with suppress(psutil.Error):
-        found = psutil.Process(pid).net_connections("tcp")
-        return [tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN]
-    return []
+    found = psutil.net_connections("tcp")
+    return [
+        tuple(each.laddr) for each in found if each.pid == pid and each.status == psutil.CONN_LISTEN
+    ]
 
 
 def _read_start(pid: int) -> float | None:
