@@ -301,6 +301,8 @@ class Promises(World, Others, RuleBasedStateMachine):
 
     def wait_all(self, trainer: Trainer) -> None:
         self.end_functions()
+        for what in ("sweeps", "works"):  # a save that waited for its root is found by a sweep
+            self.stack_side(what)
         for rank in trainer.ranks:
             try:
                 rank.wait_all(timeout=60)
