@@ -37,7 +37,8 @@ class Told:
 def at_a_terminal(*arguments: object, home: Path, code: int = 0) -> str:
     """What a terminal showed of a command."""
     words = [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)]
-    environment = {**os.environ, "TRINITY_SYNC_HOME": str(home), "TERM": "xterm"}
+    wide = {"TERM": "xterm", "COLUMNS": "500"}  # no path is broken
+    environment = {**os.environ, "TRINITY_SYNC_HOME": str(home), **wide}
     ended, shown = run_at_terminal(words, environment)
     assert ended == code, shown
     return shown
