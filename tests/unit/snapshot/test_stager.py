@@ -324,9 +324,11 @@ def test_a_save_ends_what_touches_memory_and_uses_its_slot(
     touching = threading.Event()
 
     def touch(slot: Slot, nbytes: int, ended: Callable[[], bool]) -> None:
+        assert slot.try_lock()
         touching.set()
         while not ended():
             time.sleep(0.001)
+        slot.unlock()
 
     monkeypatch.setattr(Slot, "touch", touch)
     job.stager().prewarm(lambda: [("actor", "model", 0, 100)])
