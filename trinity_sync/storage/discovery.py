@@ -203,6 +203,21 @@ def find_newest(
     return next(iter_newest_first(root, kind, healthy=healthy, without=without), None)
 
 
+def list_newest_first(
+    root: str | Path, kind: Kind, *, without: Collection[int] = ()
+) -> list[Manifest]:
+    """Return the manifests of `iter_newest_first`, also of corrupted steps: no file is looked at.
+
+    Raises:
+        FormatError: another release has committed a step.
+    """
+    every = (each for each in iter_committed_steps(root) if each.step not in without)
+    found = [each for each in every if each.serves(kind)]
+    superseded = find_superseded_steps(found, list_known_runs(root))
+    counting = (each for each in found if each.step not in superseded)
+    return sorted(counting, key=lambda each: (each.run, each.step), reverse=True)
+
+
 def iter_newest_first(
     root: str | Path, kind: Kind, *, healthy: bool = False, without: Collection[int] = ()
 ) -> Iterator[Manifest]:
@@ -214,11 +229,7 @@ def iter_newest_first(
     Raises:
         FormatError: another release has committed a step.
     """
-    every = (each for each in iter_committed_steps(root) if each.step not in without)
-    found = [each for each in every if each.serves(kind)]
-    superseded = find_superseded_steps(found, list_known_runs(root))
-    counting = [each for each in found if each.step not in superseded]
-    for manifest in sorted(counting, key=lambda each: (each.run, each.step), reverse=True):
+    for manifest in list_newest_first(root, kind, without=without):
         if healthy and manifest.nonfinite:
             logger.warning("step %d in %s has %s", manifest.step, root, manifest.nonfinite)
             continue

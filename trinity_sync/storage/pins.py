@@ -10,6 +10,7 @@ A pin is acquired as a lease is (`leases`), and does not expire. A tag moves to 
 rename of its file, so it names a step at every instant.
 """
 
+import logging
 import math
 import re
 import time
@@ -30,11 +31,18 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, check_number, parse_number
-from trinity_sync.storage.discovery import iter_newest_first, require_run
+from trinity_sync.storage.discovery import (
+    iter_newest_first,
+    list_newest_first,
+    require_committed,
+    require_run,
+)
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.leases import list_leases, prevent_removal
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
 
 _LATEST = re.compile(r"(latest|healthy)(?:~(\d{1,9}))?")
 """What names the newest checkpoint, or with ``~1`` the one before it; no tag has such a name."""
@@ -232,11 +240,15 @@ def _find_tagged(root: str | Path, tag: Pin) -> int:
 def _find_best(root: str | Path, metric: str, mode: str) -> int:
     """Return the valid checkpoint with the best value of a metric, of equal ones the oldest."""
     sign = -1 if mode == "max" else 1
-    steps = [*iter_newest_first(root, "checkpoint")]
-    found = {each.step: read_metrics(root, each.run, each.step) for each in reversed(steps)}
+    steps = reversed(list_newest_first(root, "checkpoint"))
+    found = {each.step: read_metrics(root, each.run, each.step) for each in steps}
     rated = {step: sign * each[metric] for step, each in found.items() if metric in each}
-    if best := [step for step, value in rated.items() if math.isfinite(value)]:
-        return min(best, key=rated.__getitem__)
+    finite = [step for step, value in rated.items() if math.isfinite(value)]
+    for step in sorted(finite, key=rated.__getitem__):
+        try:
+            return require_committed(root, step).step
+        except CommitError as error:
+            logger.warning("%s", error)
     known = ", ".join(sorted({name for each in found.values() for name in each}))
     raise CommitError(
         f"no valid checkpoint in {root} has a finite metric {metric!r} (known: {known or 'none'}); "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
+from benchmarks.path_calls import watch_path_calls
 from tests.support.disk import flip_a_byte
 from tests.support.job import Job
 from tests.unit.conftest import Open
@@ -218,6 +219,20 @@ def test_a_name_of_no_step_says_which_there_are(job: Job, training: CheckpointCo
         for face in (training.load, Checkpoints(job.root).load):
             with pytest.raises(TrinitySyncError, match=told):
                 face(name)
+
+
+def test_the_best_step_is_the_best_that_is_whole_and_the_files_of_no_other_are_looked_at(
+    job: Job, training: CheckpointCoordinator
+) -> None:
+    steps = Checkpoints(job.root)
+    for number, loss in ((30, 0.1), (60, 0.2)):
+        steps.record_metrics(number, {"loss": loss})
+    asked: list[str] = []
+    with watch_path_calls(lambda kind, path: asked.append(path), job.root / "global_step_60"):
+        assert steps.resolve("best=loss:min") == 30
+    assert not [path for path in asked if path.endswith(".pt")]
+    shutil.rmtree(job.root / "global_step_30/actor")
+    assert steps.resolve("best=loss:min") == 60
 
 
 def test_what_an_evaluation_names_again_is_what_is_there_now(
