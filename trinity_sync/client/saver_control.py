@@ -260,14 +260,17 @@ def wake_path(spool: Path, name: str) -> Path:
     return spool / f"saver-{name}.wake"
 
 
-def list_savers(spool: Path) -> dict[int, str]:
-    """Return the savers of a spool that live: names by process id, 0 for one that does not tell."""
+def list_savers(spool: Path) -> dict[str, int]:
+    """Return the savers of a spool that live: process ids, 0 for one that does not tell, by name.
+
+    Savers of two containers may have the same process id.
+    """
     found = {}
     for path in list_paths(spool, "saver-*.lock"):
         with suppress(OSError), closing(LockFile(path, os.O_RDONLY)) as lock:
             if not lock.try_acquire(shared=True):
                 pid = parse_number(os.read(lock.fd, 20).decode()) or 0
-                found[pid] = path.name.removeprefix("saver-").removesuffix(".lock")
+                found[path.name.removeprefix("saver-").removesuffix(".lock")] = pid
     return found
 
 

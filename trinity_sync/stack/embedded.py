@@ -345,7 +345,7 @@ def check_savers(settings: Settings, *, is_alone: bool) -> list[ServiceStatus]:
     log = str(settings.home / LOG)
     if living := list_savers(settings.spool):
         states: dict[bool, ServiceState] = {True: "running", False: "unresponsive"}
-        found = ((pid, states[answers(settings.spool, name)]) for pid, name in living.items())
+        found = ((pid, states[answers(settings.spool, name)]) for name, pid in living.items())
         return [ServiceStatus("saver", state, pid or None, log=log) for pid, state in found]
     before = time.time() - CONNECT_S  # one may have just been started
     waits = any(each.since < before for each in list_waiting_saves(settings.spool))

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -53,7 +53,7 @@ from trinity_sync.client.saver_control import (
     wake_path,
 )
 from trinity_sync.errors import SaveError, SaveFailedError
-from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import Kind
 from trinity_sync.pipeline import save as pipeline
@@ -142,6 +142,17 @@ def test_a_trainer_that_saves_again_later_finds_the_same_saver(
     libraries = {Path(each.path).name for each in saver.memory_maps()}
     assert not any(name.startswith("libtorch") for name in libraries)
     assert saver.memory_info().rss < 100e6
+
+
+def test_savers_of_two_containers_may_have_the_same_process_id(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        for name in ("one", "other"):
+            path = tmp_path / f"saver-{name}.lock"
+            path.write_text("7")
+            lock = held.enter_context(closing(LockFile(path, os.O_RDWR)))
+            assert lock.try_acquire()
+        assert saver_control.list_savers(tmp_path) == {"one": 7, "other": 7}
+    assert saver_control.list_savers(tmp_path) == {}
 
 
 def test_a_saver_that_hangs_is_named_with_what_to_type(
