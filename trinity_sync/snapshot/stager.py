@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from trinity_sync.errors import ImageError, SpoolError, TrinitySyncError, describe_error
-from trinity_sync.layout import Component, shard_file
+from trinity_sync.layout import Component, check_number, shard_file
 from trinity_sync.snapshot.image import ALIGNMENT, LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.mutation_guard import MutationGuard, has_samples
 from trinity_sync.snapshot.packed import Packed
@@ -442,12 +442,15 @@ def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
     """Return a size in bytes, or that of the image of a module's or optimizer's state.
 
     An optimizer with ``betas`` has two tensors a parameter, and one with ``momentum`` one.
+
+    Raises:
+        ConfigError: it is none of these.
     """
-    if isinstance(size, int):
-        return size
     count = 1
     if isinstance(size, torch.nn.Module):
         tensors = [*size.parameters(), *size.buffers()]
+    elif not isinstance(size, torch.optim.Optimizer):
+        return check_number("a size in bytes", size)
     else:
         tensors = [each for group in size.param_groups for each in group["params"]]
         count = 2 if "betas" in size.defaults else int(bool(size.defaults.get("momentum")))

@@ -121,6 +121,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     *((name, (MODULE, 4), A_STEP) for name in ("load_into", "Checkpoints.load_into")),
     *((name, (each,), A_STEP) for name in ("load", "open") for each in (None, 4.0, -1, MODEL)),
     *((name, ("newest",), "is neither the number of a step") for name in ("load", "open")),
+    *(("prewarm", ({"model": each},), A_STEP) for each in (None, 1.5, MODULE.state_dict())),
     ("record_metrics", (4, None), "{'reward': 0.9}"),
     ("record_metrics", (4, 0.5), "{'reward': 0.9}"),
     ("attach", ("position", None), "pass bytes, or the path of a file"),
