@@ -258,8 +258,11 @@ def answers(state: StackState, name: str) -> bool:
         assert state.ray
         for folder in ("logs", "sockets"):  # without which it runs no task
             (_ray_temp(state) / "session_latest" / folder).stat()
-        of_ray = [each.pid for each in daemon.find_family(state.ray) if each.name() in _OF_RAY]
-        for address in chain.from_iterable(map(daemon.list_addresses, of_ray)):
+        parts = {each.name(): each.pid for each in daemon.find_family(state.ray)}
+        of_ray = [parts.get(name) for name in (_OF_RAY[1:] if state.joined else _OF_RAY)]
+        if None in of_ray:  # `ray start` outlives a raylet that its agent has ended
+            return False
+        for address in chain.from_iterable(map(daemon.list_addresses, filter(None, of_ray))):
             with socket.create_connection(address, ANSWER_S) as call:
                 call.sendall(_HTTP2)
                 call.recv(1)

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -112,6 +113,23 @@ ctypes.CDLL(None).prctl(15, b"ray) S 1 (\xe5\x8f\x82\xe6\x95\xb0")  # PR_SET_NAM
 pathlib.Path("named").touch()
 sys.stdin.read()
 """
+
+
+def test_a_ray_node_whose_raylet_has_ended_does_not_answer(tmp_path: Path) -> None:
+    """`ray start` lives on: a raylet whose agent was killed ends as if it had been told to."""
+    for name in ("gcs_server", "raylet"):
+        shutil.copy("/bin/sleep", tmp_path / name)
+    for name in ("logs", "sockets"):
+        (tmp_path / "ray/session_latest" / name).mkdir(parents=True)
+    run = "import subprocess; [each.wait() for each in [subprocess.Popen([f'./{name}', '60']) "
+    ray = start(run + "for name in ('gcs_server', 'raylet')]]", tmp_path)
+    state = StackState(ray=ray, ray_folder=str(tmp_path))
+    until(lambda: services.answers(state, "ray"), "both parts run")
+    (raylet,) = [each for each in daemon.find_family(ray) if each.name() == "raylet"]
+    raylet.kill()
+    raylet.wait(60)
+    assert not services.answers(state, "ray")
+    daemon.stop(ray, 10)
 
 
 @pytest.fixture
