@@ -40,7 +40,7 @@ from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import block_reuse, pins, replace
+from trinity_sync.storage import block_reuse, persist, pins, replace
 from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage.discovery import (
     Corruption,
@@ -172,6 +172,7 @@ def record(folder: Path, life: Callable[[Job], Iterator[str]] = a_whole_life) ->
     recording = Recording(root)
     with pytest.MonkeyPatch.context() as patch, recording.running():
         patch.setattr(block_reuse, "WORTHWHILE", 1000)
+        patch.setattr(persist, "WORTHWHILE", 1000)
         for done in life(job):
             recording.done(done)
     for stager in job.stagers.values():
@@ -275,6 +276,18 @@ def a_save(job: Job) -> Iterator[str]:
     yield "step 1 was saved"
 
 
+def steps_that_share_a_file(job: Job) -> Iterator[str]:
+    open_run(job.root, "first", 0)
+    for step in (1, 2, 3):
+        job.stage(step, {"model": state(step), "optim": state(-1.0)})
+        job.commit(step, "model", "optim")
+        (optimizer,) = step_folder(job.root, step).glob("actor/optim*")
+        assert (optimizer.stat().st_nlink > 1) == (step > 1)
+        yield f"step {step} was saved"
+        prune(job)
+        yield f"all but step {step} was removed"
+
+
 def a_pin(job: Job) -> Iterator[str]:
     job.stage(1, {"model": state(1.0)})
     job.commit(1)
@@ -361,8 +374,11 @@ def test_copies_are_durable_before_their_manifest(
     assert not problems_of(spool_folder, life)
 
 
-def test_parts_of_a_manifest_are_durable_before_it_names_them(spool_folder: Path) -> None:
-    assert not problems_of(spool_folder, steps_in_parts)
+@pytest.mark.parametrize("life", [steps_in_parts, steps_that_share_a_file])
+def test_what_a_manifest_names_is_durable_before(
+    spool_folder: Path, life: Callable[[Job], Iterator[str]]
+) -> None:
+    assert not problems_of(spool_folder, life)
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no_exchange"])

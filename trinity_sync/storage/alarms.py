@@ -7,7 +7,7 @@ as a scheduled learning rate; its tensors count as unchanged if number, norm and
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from trinity_sync.errors import TrinitySyncError
@@ -36,7 +36,7 @@ def compare_with_last_commit(save: SaveId, files: Sequence[FileRecord]) -> list[
         and not (file.component == "optim" and file.health and not file.health.tensors)  # as SGD's
     }
     since: dict[str, int | None] = {}
-    for before in _list_commits_before(save) if left else ():
+    for before in list_commits_before(save) if left else ():
         for known in before.files:
             if (now := left.pop(known.path, None)) and _is_unchanged(known, now):
                 is_first = known.unchanged_since is None
@@ -44,14 +44,17 @@ def compare_with_last_commit(save: SaveId, files: Sequence[FileRecord]) -> list[
     return [replace(each, unchanged_since=since.get(each.path)) for each in files]
 
 
-def _list_commits_before(save: SaveId) -> list[Manifest]:
-    """Return the commits of earlier steps that the latest pointers name, the newest first."""
+def list_commits_before(save: SaveId, ranks: Collection[int] | None = None) -> list[Manifest]:
+    """Return the commits of earlier steps that the latest pointers name, the newest first.
+
+    ``ranks`` are as in `read_manifest`.
+    """
     found = {}
     for kind in KINDS:
         try:
             step = read_latest_pointer(save.root, kind)
             if step is not None and step < save.step and step not in found:
-                found[step] = read_manifest(save.root, step)
+                found[step] = read_manifest(save.root, step, ranks=ranks)
         except (TrinitySyncError, OSError) as error:  # of a step that is corrupted, and reported
             logger.info("%s is not compared with the %s before: %s", save, kind, error)
     return [manifest for _, manifest in sorted(found.items(), reverse=True) if manifest]

@@ -169,7 +169,9 @@ def remove_temporaries(
     for step, path in [(step, path) for step, path in found if _is_temporary(path)]:
         image = parse_image_name(path.name)
         with suppress(FileNotFoundError):
-            if path.lstat().st_mtime >= before or image in images:
+            found = path.lstat()  # a second name of a committed file is younger than its content
+            changed_at = found.st_ctime if found.st_nlink > 1 else found.st_mtime
+            if changed_at >= before or image in images:
                 continue
             name = path.relative_to(root).as_posix()
             if busy is None:

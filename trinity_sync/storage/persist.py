@@ -26,13 +26,13 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trinity_sync.errors import EvictedError, ImageError, SaveError
 from trinity_sync.fs.atomic import (
@@ -47,14 +47,22 @@ from trinity_sync.fs.atomic import (
     sync_folder,
     walk_files,
 )
-from trinity_sync.fs.direct_io import RateLimit, digest_bytes, digest_cached_file, write_file
+from trinity_sync.fs.direct_io import (
+    RateLimit,
+    digest_bytes,
+    digest_cached_file,
+    digest_file,
+    open_to_read,
+    write_file,
+)
 from trinity_sync.fs.locks import acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER, is_below, shard_file
+from trinity_sync.layout import PRIVATE_FOLDER, is_below, shard_file, step_folder
 from trinity_sync.snapshot.packed import unpack
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
-from trinity_sync.storage.block_reuse import acquire_spare, remove_spares
+from trinity_sync.storage.alarms import list_commits_before
+from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
 from trinity_sync.storage.health import DISTCP, FileHealth, is_looked_into, sum_up_health
 from trinity_sync.storage.manifest import FileRecord, read_run_manifest
@@ -68,6 +76,9 @@ logger = logging.getLogger(__name__)
 
 WRITERS = 4
 """Shards that one task writes at a time."""
+SAMPLES = 16
+SAMPLED = 4096
+"""Bytes at about as many places of a file that are compared before all of it is."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,10 @@ class WriteOptions:
     """Niceness of the writing threads, as in nice(1)."""
     refuse_nonfinite: bool = False
     """Whether to refuse weights and optimizers with values that are not finite."""
+
+
+EarlierFiles: TypeAlias = Mapping[str, tuple[Path, FileRecord]]
+"""Files of the newest commits before a save, by their path below the step's folder."""
 
 
 def persist(
@@ -119,7 +134,8 @@ def persist(
             return persist(shards, save, component, options, clock=clock)
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # this is a retry
-        write = partial(_write, shards, save, options, attempt)
+        ranks = {image.ticket.rank for image in sealed}
+        write = partial(_write, shards, save, options, attempt, _map_earlier_files(save, ranks))
         try:
             with ThreadPoolExecutor(WRITERS, "persist", initializer=initializer) as writers:
                 written = list(writers.map(write, sealed, contents))
@@ -149,6 +165,7 @@ def _write(
     save: SaveId,
     options: WriteOptions,
     attempt: str,
+    earlier: EarlierFiles,
     sealed: SealedImage,
     image: memoryview,
 ) -> list[Written]:
@@ -157,7 +174,7 @@ def _write(
         raise SaveError(f"{save}: the job's root {save.root} is missing; create it and retry")
     try:
         with acquire_write_permit(JobSpool(Path(shards.spool)), ticket):
-            write = partial(_write_one, shards.node, save, sealed, options, attempt)
+            write = partial(_write_one, shards.node, save, sealed, options, attempt, earlier)
             written = [write(*file) for file in unpack_image(ticket, image)]
             return [*written, *_link_replicas(save, ticket, attempt, written)]
     except OSError as error:
@@ -196,6 +213,7 @@ def _write_one(
     sealed: SealedImage,
     options: WriteOptions,
     attempt: str,
+    earlier: EarlierFiles,
     path: str,
     content: memoryview | Path,
 ) -> Written:
@@ -209,7 +227,8 @@ def _write_one(
     with pin_folder(final.parent) as folder:  # another user may exchange it for a link meanwhile
         temporary = make_attempt_path(folder / final.name, attempt, ticket.image)
         try:
-            digest, health = _write_content(save, ticket, options, content, temporary)
+            same = _link_unchanged(content, earlier.get(path), temporary)
+            digest, health = same or _write_content(save, ticket, options, content, temporary)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # make room for a retry, also what attempts that died have taken
@@ -247,6 +266,45 @@ def _write_one(
         submitted_at=ticket.sealed_at if own else 0.0,
         stall_s=ticket.stall_s if own else 0.0,
     )
+
+
+def _map_earlier_files(save: SaveId, ranks: Collection[int]) -> EarlierFiles:
+    """Map the files of ranks in the newest commits before a save; a newer one's come first."""
+    return {
+        record.path: (step_folder(save.root, before.step) / record.path, record)
+        for before in reversed(list_commits_before(save, ranks))
+        for record in before.files
+    }
+
+
+def _link_unchanged(
+    content: memoryview | Path, earlier: tuple[Path, FileRecord] | None, temporary: Path
+) -> tuple[str, FileHealth | None] | None:
+    """Give the committed file with these bytes a temporary name, too; return as `_write_content`.
+
+    None if there is none. The file is read again: one that is corrupted gets no other name.
+    """
+    if earlier is None or isinstance(content, Path) or len(content) < WORTHWHILE:
+        return None
+    (path, record), nbytes = earlier, len(content)
+    try:
+        with pin_folder(path.parent) as folder:
+            path = folder / path.name
+            found = path.lstat()
+            own = found.st_uid == os.geteuid() and not found.st_mode & 0o022  # as of a spare
+            if not own or not found.st_size == record.nbytes == nbytes:
+                return None
+            with open_to_read(path, direct=False) as fd:  # most files have changed
+                for at in range(0, nbytes, max(nbytes // SAMPLES, SAMPLED)):
+                    if os.pread(fd, SAMPLED, at) != content[at : at + SAMPLED]:
+                        return None
+            if not digest_bytes(content) == record.digest == digest_file(path, nbytes):
+                return None
+            os.link(path, temporary, follow_symlinks=False)
+    except OSError:  # it is removed meanwhile, cannot be read, or can have no other name
+        return None
+    sync_folder(temporary.parent)
+    return record.digest, record.health
 
 
 def _write_content(
