@@ -13,7 +13,6 @@ from prefect.artifacts import (
     aupdate_progress_artifact,
 )
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.runtime import flow_run
 
 from tasks.on_ray import run_on_node
 from trinity_sync.layout import Component
@@ -88,8 +87,7 @@ async def commit_step(
 
     Arguments are those of `on_node.commit_step`.
     """
-    run = str(flow_run.id)
-    arguments = (request, persisted, shards, started_at, persisted_at, run)
+    arguments = (request, persisted, shards, started_at, persisted_at)
     done = await run_on_node(shards.node, request.root, on_node.commit_step, *arguments)
     get_run_logger().info("%s", done.summary)
     try:

@@ -9,7 +9,6 @@ from typing import Any
 from trinity_sync.cli.rows import (
     DeploymentRow,
     ForgottenJob,
-    JobDetails,
     JobRow,
     MetricRow,
     PruneReport,
@@ -75,7 +74,6 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "wait": ("steps", list[StepRow]),
     "readers": ("readers", SyncReport | None),
     "jobs ls": ("jobs", list[JobRow]),
-    "jobs show": ("job", JobDetails),
     "jobs set": ("settings", list[SettingRow]),
     "jobs reindex": ("jobs", list[ReindexedJob]),
     "jobs forget": ("job", ForgottenJob),

@@ -14,14 +14,13 @@ import pytest
 import sqlalchemy as sa
 import torch
 
-from tests.integration.prefect_api import Api, key_of
 from tests.integration.test_cli import is_one_sentence, run
-from tests.support.leases import acquire_lease
 from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.catalog.database import (
     Base,
+    ListedStep,
     Step,
     get_catalog_url,
     list_jobs,
@@ -30,9 +29,7 @@ from trinity_sync.catalog.database import (
 from trinity_sync.catalog.mirror import is_current, mirror, rebuild
 from trinity_sync.snapshot.job_identity import job_id, register_root
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.metrics import write_metrics
-from trinity_sync.storage.pins import pin
 from trinity_sync.storage.runs import open_run
 
 
@@ -60,35 +57,30 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def history(root: Path) -> None:
-    """Two runs, three steps, a pin, and a metric next to some that are no numbers."""
+    """Two runs, three steps, and a metric next to some that are no numbers."""
     open_run(root, "first", 0)
     commit_files(root, 10)
     commit_files(root, 20, kind="state_dict")
     open_run(root, "second", 10)
     commit_files(root, 30, run=2)
     write_metrics(root, 1, 10, {"reward": 0.5, "loss": float("nan"), "gain": float("inf")})
-    pin(root, 10, "the paper's")
 
 
 def test_it_says_of_steps_what_their_files_say(url: str, root: Path) -> None:
     history(root)
     with open_catalog(url) as engine:
         for step in (10, 20, 30):
-            mirror(engine, root, [step], flow_run=f"run of {step}")
-        with acquire_lease(root, 30, "explorer"):
-            mirror(engine, root, [])
-            (job,) = list_jobs(engine)
-            assert is_current(engine, root)
+            mirror(engine, root, [step])
+        (job,) = list_jobs(engine)
+        assert is_current(engine, root)
         with engine.connect() as connection:
-            (digests,) = connection.execute(sa.select(Step.files).where(Step.step == 10)).one()
+            wanted = sa.select(Step.kinds, Step.metrics).where(Step.step == 10)
+            assert tuple(connection.execute(wanted).one()) == (
+                "checkpoint,state_dict",
+                {"reward": 0.5},
+            )
     assert (job.job, job.root) == (job_id(root), str(root))
-    first, sync, last = job.steps
-    assert (first.step, first.run, first.kinds) == (10, 1, ("checkpoint", "state_dict"))
-    assert (first.metrics, first.held) == ({"reward": 0.5}, ("pinned the paper's",))
-    assert sync.kinds == ("state_dict",)
-    assert (last.run, last.held, last.nbytes) == (2, ("leased by explorer",), 1002)
-    assert job.flow_runs == {10: "run of 10", 20: "run of 20", 30: "run of 30"}
-    assert digests == {each.path: each.digest for each in require_committed(root, 10).files}
+    assert job.steps == (ListedStep(1, 10, 1002), ListedStep(1, 20, 1002), ListedStep(2, 30, 1002))
 
 
 def test_a_rebuild_restores_it_from_the_files_alone(url: str, root: Path) -> None:
@@ -104,28 +96,13 @@ def test_a_rebuild_restores_it_from_the_files_alone(url: str, root: Path) -> Non
         assert list_jobs(engine)[0].steps == before
 
 
-def test_a_rebuild_keeps_the_flow_runs_of_commits_that_are_as_they_were(
-    url: str, root: Path
-) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
-    with open_catalog(url) as engine:
-        mirror(engine, root, [1, 2], flow_run="before")
-        commit_files(root, 2, run=2, at=1.8e9)
-        rebuild(engine, root)
-        assert list_jobs(engine)[0].flow_runs == {1: "before"}
-
-
 ALTERED = [
     "steps_1 SET run = 7 WHERE step = 10",
     "steps_1 SET kinds = 'checkpoint' WHERE step = 10",
     "steps_1 SET nbytes = 1 WHERE step = 20",
     "steps_1 SET committed_at = 1 WHERE step = 20",
     "steps_1 SET corruption = 'cut' WHERE step = 30",
-    'steps_1 SET files = \'{"a": "b"}\' WHERE step = 30',
     "steps_1 SET metrics = '{}' WHERE step = 10",
-    "jobs_1 SET runs = '{\"1\": 0}'",
-    'jobs_1 SET runs = \'{"1": 0, "2": 10, "3": 30}\'',
 ]
 
 
@@ -145,7 +122,7 @@ def write_five(url: str, root: Path, number: int, begin: Event) -> None:
     for step in range(number * 5, number * 5 + 5):
         commit_files(root, step, pointer=False)
         with open_catalog(url) as engine:
-            mirror(engine, root, [step], flow_run=f"{number}")
+            mirror(engine, root, [step])
 
 
 def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
@@ -166,7 +143,6 @@ def test_sixteen_writers_at_once_lose_nothing_and_make_the_schema_once(
         assert is_current(engine, root)
         (job,) = list_jobs(engine)
     assert [each.step for each in job.steps] == [*range(80)]
-    assert job.flow_runs == {step: str(step // 5) for step in range(80)}
 
 
 def test_the_tables_of_another_release_stay_beside_those_of_this_one(url: str, root: Path) -> None:
@@ -210,8 +186,6 @@ def test_the_commands_show_and_rebuild_it(root: Path, tmp_path: Path) -> None:
     (job,) = json.loads(shown.stdout)["jobs"]
     assert (job["steps"], job["newest"], job["bytes"]) == (3, 30, 3006)
     assert shown.stderr == ""
-    job = json.loads(run("jobs", "show", root, "-o", "json", **home).stdout)["job"]
-    assert [each["step"] for each in job["steps"]] == [30, 20, 10]
     commit_files(root, 40, run=2)
     listed = run("jobs", "ls", **home)
     assert str(root) in listed.stdout
@@ -237,7 +211,7 @@ def test_a_job_whose_root_is_gone_can_be_forgotten(url: str, root: Path, tmp_pat
     assert is_one_sentence(again.stderr)
 
 
-def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
+def test_metrics_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
     root: Path, tmp_path: Path
 ) -> None:
     home = {"TRINITY_SYNC_HOME": str(tmp_path / "home")}
@@ -246,9 +220,7 @@ def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
     with open_catalog(get_catalog_url(Settings(home=tmp_path / "home"))) as engine:
         rebuild(engine, root)
     for command in (
-        ("pin", root, 10),
-        ("pin", root, 20),
-        ("unpin", root, 10),
+        ("metrics", root, 20, "reward=0.5"),
         ("rewind", root, 30, "--yes"),
         ("prune", root, "--keep", "last=1", "--yes"),
     ):
@@ -256,19 +228,17 @@ def test_pins_rewinds_and_removals_by_hand_are_in_the_catalog_at_once(
         with open_catalog(get_catalog_url(Settings(home=tmp_path / "home"))) as engine:
             assert is_current(engine, root), command
             (job,) = list_jobs(engine)
-    assert [each.step for each in job.steps] == [20, 30]
+    assert [each.step for each in job.steps] == [30]
 
 
-def test_a_commit_is_in_the_catalog_with_the_flow_run_that_made_it(
+def test_a_commit_is_in_the_catalog_once_the_stack_has_made_it(
     stack: StackState, stack_settings: Settings, root: Path
 ) -> None:
     with CheckpointCoordinator(root, settings=stack_settings) as saves:
         saves.save(7, {"model": {"w": torch.ones(3)}})
-        run = until(lambda: Api().runs_of(key_of(root, 7)), "the save's flow run")[0]
     with open_catalog(get_catalog_url(stack_settings)) as engine:
-        wanted = until(
+        until(
             lambda: [each for each in list_jobs(engine) if each.job == job_id(root) and each.steps],
             "the step's row",
         )
-        assert wanted[0].flow_runs == {7: str(run.id)}
         assert is_current(engine, root)

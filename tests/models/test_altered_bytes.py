@@ -160,12 +160,9 @@ def test_an_altered_catalog_answers_or_says_that_it_is_broken(root: Path, tmp_pa
 @pytest.mark.parametrize(
     "alter",
     [
-        "steps_1 SET metrics = 'no JSON'",
-        "steps_1 SET metrics = '[0.5]'",
-        """steps_1 SET metrics = '{"reward": "high"}'""",
-        "jobs_1 SET runs = NULL",
-        """jobs_1 SET runs = '{"first": 0}'""",
-        """jobs_1 SET claims = '{"10.json": "pinned"}'""",
+        "steps_1 SET nbytes = 'many'",
+        "jobs_1 SET mirrored_at = 'once'",
+        "jobs_1 SET root = NULL",
     ],
 )
 def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
@@ -177,7 +174,7 @@ def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection:
         connection.execute("PRAGMA writable_schema=ON")
         connection.execute(
-            "UPDATE sqlite_master SET sql = replace(sql, 'runs JSON NOT NULL', 'runs JSON')"
+            "UPDATE sqlite_master SET sql = replace(sql, 'root TEXT NOT NULL', 'root TEXT')"
         )
         connection.commit()
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as connection:

@@ -3,17 +3,16 @@
 The database is SQLite in ``TRINITY_SYNC_HOME``, or the one that ``catalog.url`` names, such
 as PostgreSQL for a cluster. Opening it creates missing tables, one process at a time.
 
-All rows can be rebuilt from the files, except the flow run that committed a step. So tables are not
-migrated: their names have the number of the schema, and those of another one are other tables.
-Values that no query selects by are JSON columns.
+All rows can be rebuilt from the files. So tables are not migrated: their names have the number of
+the schema, and those of another one are other tables.
 """
 
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from json import JSONDecodeError
 from pathlib import Path
@@ -28,11 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from trinity_sync.errors import CatalogError
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import describe
-from trinity_sync.layout import KINDS
-from trinity_sync.retention.policies import StepInfo
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import job_id
-from trinity_sync.storage.runs import Run, find_superseded_steps
 
 SCHEMA = 1
 """Number of the schema, in the names of the tables; it is raised with each change of them."""
@@ -152,10 +147,6 @@ class Job(Base):
     root: Mapped[str] = mapped_column(Text)
     mirrored_at: Mapped[float] = mapped_column(Double)
     """When its files were last read, in seconds since the epoch."""
-    runs: Mapped[dict[str, tuple[int, int]]] = mapped_column(JSON)
-    """The step that each run resumed from, and the run that committed it, by the run's number."""
-    claims: Mapped[dict[str, str]] = mapped_column(JSON)
-    """Pins, tags and leases at that time, such as ``leased by explorer``, by ``step/file name``."""
 
 
 class Step(Base):
@@ -172,15 +163,17 @@ class Step(Base):
     committed_at: Mapped[float] = mapped_column(Double)
     corruption: Mapped[str] = mapped_column(Text)
     """Why the step is corrupted; empty for a valid step."""
-    flow_run: Mapped[str | None] = mapped_column(Text)
-    """Prefect's id of the flow run that committed the step, if it is known."""
     metrics: Mapped[dict[str, float]] = mapped_column(JSON)
     """Metrics of the step, by name."""
-    files: Mapped[dict[str, str]] = mapped_column(JSON)
-    """Digest of each file of its manifest, by path."""
 
 
-STEP_COLUMNS = [column for column in Step.__table__.columns if column.name != "files"]
+@dataclass(frozen=True)
+class ListedStep:
+    """A committed step, as a list of jobs needs it."""
+
+    run: int
+    step: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -190,35 +183,22 @@ class JobSteps:
     job: str
     root: str
     mirrored_at: float
-    steps: tuple[StepInfo, ...]
-    flow_runs: dict[int, str]
-    """Prefect's id of the flow run that committed a step, if it is known."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all steps."""
-        return sum(each.nbytes for each in self.steps)
-
-
-def list_jobs_at(engine: sa.Engine, root: str | Path) -> list[JobSteps]:
-    """Read the jobs at a root, which may be gone: the one that is there now comes first."""
-    real, now = str(Path(root).resolve()), job_id(root)
-    found = [each for each in list_jobs(engine) if each.root == real]
-    return sorted(found, key=lambda each: each.job != now)
+    steps: tuple[ListedStep, ...]
 
 
 def list_jobs(engine: sa.Engine) -> list[JobSteps]:
-    """Read all jobs with their steps, by two statements in all.
-
-    They are sorted by root. Pins, tags and leases are those of the last update of the job.
-    """
-    steps: dict[str, list[sa.Row[Any]]] = defaultdict(list)
+    """Read all jobs with their steps, sorted by root, by two statements in all."""
+    steps: dict[str, list[ListedStep]] = defaultdict(list)
+    columns = sa.select(Step.job, Step.run, Step.step, Step.nbytes).order_by(Step.run, Step.step)
     with read_consistently(engine) as connection:
         try:
-            for row in connection.execute(sa.select(*STEP_COLUMNS).order_by(Step.run, Step.step)):
-                steps[row.job].append(row)
-            jobs = connection.execute(sa.select(Job.__table__).order_by(Job.root))
-            return [_read_job(job, steps[job.id]) for job in jobs]
+            for job, *values in connection.execute(columns):
+                steps[job].append(ListedStep(*values))
+            found = [
+                JobSteps(job.id, job.root, job.mirrored_at, tuple(steps[job.id]))
+                for job in connection.execute(sa.select(Job.__table__).order_by(Job.root))
+            ]
+            return msgspec.convert([asdict(each) for each in found], describe(list[JobSteps]))
         except (ValueError, TypeError, AttributeError) as error:  # values that we have not written
             where = engine.url.render_as_string(hide_password=True)
             raise CatalogError(
@@ -226,39 +206,3 @@ def list_jobs(engine: sa.Engine) -> list[JobSteps]:
                 "trinity-sync jobs reindex ROOT. If that does not help, remove it, and then "
                 "rebuild every root."
             ) from error
-
-
-def _read_job(job: sa.Row[Any], rows: Sequence[sa.Row[Any]]) -> JobSteps:
-    """Return a job of the database, whose values are checked."""
-    held = _group_claims(job.claims)
-    runs = [Run(int(number), "", step, run) for number, (step, run) in job.runs.items()]
-    steps = [_read_step(row, held) for row in rows]
-    superseded = find_superseded_steps(steps, runs)
-    steps = [
-        replace(each, superseded_by=later.number if (later := superseded.get(each.step)) else 0)
-        for each in steps
-    ]
-    flow_runs = {row.step: row.flow_run for row in rows if row.flow_run}
-    found = JobSteps(job.id, job.root, job.mirrored_at, tuple(steps), flow_runs)
-    return msgspec.convert(asdict(found), describe(JobSteps))
-
-
-def _group_claims(claims: Mapping[str, str]) -> dict[int, list[str]]:
-    """Return the pins, tags and leases of each step."""
-    held: dict[int, list[str]] = defaultdict(list)
-    for key in sorted(claims):
-        held[int(key.partition("/")[0])].append(claims[key])
-    return held
-
-
-def _read_step(row: sa.Row[Any], held: Mapping[int, list[str]]) -> StepInfo:
-    return StepInfo(
-        row.step,
-        row.run,
-        tuple(kind for kind in KINDS if kind in row.kinds.split(",")),
-        row.committed_at,
-        row.nbytes,
-        row.metrics,
-        tuple(held.get(row.step, ())),
-        row.corruption,
-    )

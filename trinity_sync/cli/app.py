@@ -310,8 +310,8 @@ def read_settings() -> "Settings":
     return Settings()
 
 
-def update_catalog(root: Path, steps: Iterable[int] = ()) -> None:
-    """Update the catalog after a change of a job's files; a client alone has none."""
+def update_catalog(root: Path, steps: Iterable[int]) -> None:
+    """Update the catalog after a change of a job's steps; a client alone has none."""
     if list_missing_packages():
         return
     from trinity_sync.catalog.mirror import try_mirror

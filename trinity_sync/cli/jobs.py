@@ -1,4 +1,4 @@
-"""Commands for jobs: jobs ls, show, set, reindex, forget; reconcile."""
+"""Commands for jobs: jobs ls, set, reindex, forget; reconcile."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -15,21 +15,17 @@ from trinity_sync.cli.app import (
     is_root,
     read_settings,
     require_existing,
-    update_catalog,
     with_hint,
 )
 from trinity_sync.cli.completion import complete_root, complete_setting
 from trinity_sync.cli.output import (
     Output,
-    format_time,
     print_object,
     print_rows,
-    print_table,
     progress_bar,
 )
-from trinity_sync.cli.rows import ForgottenJob, JobDetails, JobRow, ReindexedJob, SettingRow
+from trinity_sync.cli.rows import ForgottenJob, JobRow, ReindexedJob, SettingRow
 from trinity_sync.errors import ConfigError, PrefectApiError
-from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.stack import list_missing_packages
 
 jobs = App(
@@ -78,49 +74,9 @@ def list_jobs(output: Output = "table") -> None:
             typer.echo(warning, err=True)
 
 
-@jobs.command("jobs show ckpts", "jobs show ckpts -o json", name="show", stack=True)
-def show_job(root: Root, output: Output = "table") -> None:
-    """Show a job in the catalog: its steps, and the settings that were changed."""
-    from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
-
-    with open_catalog(get_catalog_url(read_settings())) as engine:
-        found = list_jobs_at(engine, root)
-    if not found:
-        raise with_hint(
-            ConfigError(f"no job at {root} is known"), f"trinity-sync jobs reindex {root}"
-        )
-    job = found[0]
-    details = JobDetails(
-        root=job.root,
-        job=job.job,
-        bytes=job.nbytes,
-        updated_at=job.mirrored_at,
-        settings=_list_settings(root) if root.is_dir() else [],
-        steps=job.steps[::-1],
-        flow_runs=job.flow_runs,
-    )
-    print_object("job", details, output, lambda: _print_details(details))
-    if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
-        typer.echo(warning, err=True)
-
-
-def _print_details(details: JobDetails) -> None:
-    typer.echo(f"job {details.job} at {details.root}")
-    typer.echo(
-        f"{len(details.steps)} steps, {format_bytes(details.bytes)}; "
-        f"updated {format_time(details.updated_at)}"
-    )
-    for setting in details.settings:
-        if setting.source == "job":
-            typer.echo(f"{setting.name} = {setting.value}")
-    if details.steps:
-        typer.echo("")
-        print_table(details.steps, "step run kinds bytes committed_at held")
-
-
 @jobs.command(
-    "jobs set ckpts keep=last=3,every=100", "jobs set ckpts remote=s3://bucket/job",
-    "jobs set ckpts keep=", name="set",
+    "jobs set ckpts", "jobs set ckpts keep=last=3,every=100",
+    "jobs set ckpts remote=s3://bucket/job", "jobs set ckpts keep=", name="set",
     note="They are in the root, where the training, the flows and the commands read them. "
         "Settings: keep, keep_weights and keep_quarantine (policies, as in prune), remote, "
         "remote_required, remote_keep, write_concurrency (all, per_rank, per_node or one), "
@@ -130,30 +86,32 @@ def _print_details(details: JobDetails) -> None:
 def set_job(
     root: Root,
     changes: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="NAME=VALUE...", autocompletion=complete_setting, help="Settings to change."
+            metavar="[NAME=VALUE]...",
+            autocompletion=complete_setting,
+            help="Settings to change; without them, show all.",
         ),
-    ],
+    ] = None,
     output: Output = "table",
 ) -> None:
-    """Change settings of a job."""
+    """Change settings of a job, and show them."""
     from trinity_sync.client.init_root import resolve_root
     from trinity_sync.client.job_settings import set_job_settings
 
     values: dict[str, str | None] = {}
-    for change in changes:
+    for change in changes or ():
         name, equals, value = change.partition("=")
         if not equals:
             raise with_hint(ConfigError(f"{change!r} is not NAME=VALUE"), "e.g. keep=last=3")
         values[name] = value or None
-    if is_root(root):
+    if not changes or is_root(root):
         require_existing(root)
     else:
         root = resolve_root(root)
         typer.echo(f"created {root}", err=True)
-    set_job_settings(root, values)
-    update_catalog(root)
+    if values:
+        set_job_settings(root, values)
     rows = _list_settings(root)
     print_rows("settings", rows, output, "name value default source")
 
@@ -205,7 +163,7 @@ def forget(
     output: Output = "table",
 ) -> None:
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
-    from trinity_sync.catalog.database import get_catalog_url, list_jobs_at, open_catalog
+    from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
     from trinity_sync.catalog.mirror import remove_job
     from trinity_sync.orchestration.job_registry import unregister_job
     from trinity_sync.snapshot.job_identity import list_registered_roots
@@ -213,7 +171,7 @@ def forget(
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:
         registered = root.resolve() in list_registered_roots(settings.home)
-        if not registered and not list_jobs_at(engine, root):
+        if not registered and str(root.resolve()) not in [job.root for job in list_jobs(engine)]:
             raise with_hint(ConfigError(f"no job at {root} is known"), "trinity-sync jobs ls")
         confirm(
             f"remove {root} from the catalog and stop its scheduled verification and retention",

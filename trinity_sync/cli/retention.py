@@ -134,7 +134,6 @@ def pin(
         made = pins.tag(root, number, name, reason, force=force)
     else:
         made = pins.pin(root, number, reason)
-    update_catalog(root)
     print_object("pin", made, output, f"pinned step {made.step}" + f" as {name}" * bool(name))
 
 
@@ -162,7 +161,6 @@ def unpin(
         removed = pins.unpin(root, step)
     elif pin in named:
         step = named.pop(pin).step
-    update_catalog(root)
     kept = [name for name, each in named.items() if each.step == step]
     what = pin if step is None else f"step {step}"
     text = f"unpinned {what}" if removed else f"{what} was not pinned"
@@ -191,7 +189,7 @@ def metrics(
     checkpoints = Checkpoints(root)
     if values:
         checkpoints.record_metrics(number, dict(map(_parse, values)))
-        update_catalog(root)
+        update_catalog(root, [number])
     rows = [MetricRow(number, *each) for each in sorted(checkpoints.metrics(number).items())]
     print_rows(
         "metrics", rows, output, "name value", empty=f"step {number} of {root} has no metrics"

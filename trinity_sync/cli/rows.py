@@ -6,7 +6,6 @@ Times are seconds since the epoch. A value that is unknown or does not apply is 
 from dataclasses import dataclass
 
 from trinity_sync.orchestration.report.facts import StepRow
-from trinity_sync.retention.policies import StepInfo
 
 # Steps
 
@@ -51,25 +50,6 @@ class JobRow:
     """Size of all steps."""
     updated_at: float
     """Time of the last update of the catalog, or without a stack of this list."""
-
-
-@dataclass(frozen=True)
-class JobDetails:
-    """A job in the catalog, with its steps."""
-
-    root: str
-    job: str
-    """Identifier of the job, which tags its flow runs."""
-    bytes: int
-    """Size of all steps."""
-    updated_at: float
-    """Time of the last update of the catalog."""
-    settings: "list[SettingRow]"
-    """Its settings; empty if its root does not exist here."""
-    steps: tuple[StepInfo, ...]
-    """Its committed steps, newest first."""
-    flow_runs: dict[int, str]
-    """Id of the flow run that committed a step, as far as it is known."""
 
 
 @dataclass(frozen=True)

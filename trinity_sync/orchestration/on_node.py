@@ -84,7 +84,7 @@ def prune(
             if dry_run:
                 return plan
             done = prune_root(each, plan, spool=settings.spool, recycle=stack.io.reuse_files)
-            try_mirror(settings, each, [step.step for step in done.removed], stack=stack)
+            try_mirror(settings, each, [step.step for step in done.removed], stack)
             return done
         except (TrinitySyncError, OSError) as error:
             return str(error)
@@ -282,11 +282,10 @@ def commit_step(
     shards: NodeShards,
     started_at: float,
     persisted_at: float,
-    flow_run: str = "",
 ) -> Committed:
     """Commit what the tasks of all nodes have persisted, then free the slots of this node.
 
-    Times are in seconds since the epoch; ``flow_run`` is the id of the flow run, for the catalog.
+    Times are in seconds since the epoch.
     """
     settings, stack = read_settings()
     manifest = pipeline.commit_images(
@@ -296,7 +295,7 @@ def commit_step(
         register_root(settings.home, request.root)
     except OSError as error:
         logger.warning("cannot register %s for scheduled flows: %s", request.root, error)
-    try_mirror(settings, request.root, [request.step], stack=stack, flow_run=flow_run)
+    try_mirror(settings, request.root, [request.step], stack)
     written = [file for result in persisted for file in result.written]
     found = read_run_head(request.root, request.run, request.step)
     timings = found.timings if found else ()
@@ -323,7 +322,7 @@ def prune_after_commit(request: SaveRequest) -> None:
     settings, stack = read_settings()
     done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
     removed = [each.step for each in done.removed]
-    try_mirror(settings, request.root, removed, stack=stack)
+    try_mirror(settings, request.root, removed, stack)
 
 
 def read_settings() -> tuple[Settings, StackSettings]:

@@ -34,13 +34,12 @@ class StepInfo:
     corruption: str = ""
     """Reason why its files are corrupted; such a step is neither counted nor removed."""
     nonfinite: str = ""
-    """Which values of it are NaN or infinite, as far as they were looked at; empty if healthy. The
-    catalog does not have it."""
+    """Which values of it are NaN or infinite, as far as they were looked at; empty if healthy."""
     superseded_by: int = 0
     """Number of the run that superseded the step; 0 if none did."""
     forgotten_at: float | None = None
     """When that run began, in seconds since the epoch, if it is of another training, so that a user
-    may have forgotten to load this step; otherwise null. The catalog does not have it."""
+    may have forgotten to load this step; otherwise null."""
 
     @property
     def age(self) -> tuple[bool, int, int]:

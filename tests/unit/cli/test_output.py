@@ -143,7 +143,6 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "jobs reindex": ["jobs", "reindex", root],
         "jobs set": ["jobs", "set", root, "keep=last=3"],
         "jobs ls": ["jobs", "ls"],
-        "jobs show": ["jobs", "show", root],
         "verify": ["verify", root, 20],
         "verify --load": ["verify", root, "--load"],
         "verify --health": ["verify", root, "--health"],
@@ -493,6 +492,15 @@ def test_the_settings_of_a_job_are_set_and_restored(root: Path, home: dict[str, 
     assert "keep\tall\tall\tdefault" in run(home, "jobs", "set", root, "remote_keep=all").stdout
     for wrong in ("kepe=3", "keep", "rank_timeout_s=soon"):
         assert run(home, "jobs", "set", root, wrong).exit_code == 2
+
+
+def test_the_settings_of_a_job_are_shown_without_a_change_of_its_root(
+    root: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    assert "keep\tall\tall\tdefault" in run(home, "jobs", "set", root).stdout
+    assert not (root / ".trinity_sync/job.json").exists()
+    assert run(home, "jobs", "set", tmp_path / "new").exit_code == 2
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_settings_of_a_job_can_be_set_before_its_root_exists(
