@@ -1,7 +1,6 @@
 """Weights in an ``LLM`` after updates, compared with transformers by greedy tokens."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,8 @@ from tests.environments.vllm.engines import (
 )
 from trinity_sync import CheckpointCoordinator, WeightSyncError
 from trinity_sync.integrations.vllm import VLLMUpdater
-from trinity_sync.weights.broadcast import send_weights
-from trinity_sync.weights.weight_group import WeightGroupHost
 
 pytestmark = pytest.mark.timeout(600)
-
-UPDATES = 20
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +37,6 @@ def running(folder: Path, *, tied: bool = False, **options: Any) -> Iterator[Any
         folder, weight_transfer_config={"backend": "trinity_sync"}, **options
     ) as llm:
         yield llm
-
-
-def test_twenty_broadcasts(llm: Any) -> None:
-    model = make_model(0)
-    host = WeightGroupHost(address="127.0.0.1")
-    group = {"address": host.address, "port": host.port, "world_size": 2, "timeout_s": 60}
-    with ThreadPoolExecutor(1) as trainer:
-        joined = trainer.submit(host.join, world_size=2, backend="gloo", timeout_s=60)
-        llm.init_weight_transfer_engine({"init_info": group})
-        for step in range(1, 1 + UPDATES):
-            randomize(model, step)
-            sent = trainer.submit(
-                send_weights, model.state_dict().items(), joined.result(), version=step
-            )
-            llm.start_weight_update()
-            llm.update_weights({"update_info": {}})
-            llm.finish_weight_update(str(step))
-            sent.result()
-            llm.reset_prefix_cache()
-            assert generate(llm) == expect(model)
-            assert llm.get_weight_version() == str(step)
-    joined.result().close()
 
 
 def without(model: Qwen2ForCausalLM, name: str) -> dict[str, torch.Tensor]:

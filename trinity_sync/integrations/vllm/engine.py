@@ -45,10 +45,8 @@ from trinity_sync.integrations.vllm.pinned_version import (
     require_free,
     select_version,
 )
-from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.versions import Version
-from trinity_sync.weights.weight_group import WeightGroup, join_weight_group
 
 if TYPE_CHECKING:
     from trinity_sync.integrations.vllm.served import ServedValues
@@ -63,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass
 class TrinitySyncInitInfo(WeightTransferInitInfo):
-    """What ``/init_weight_transfer_engine`` takes: the job, or a broadcast to join."""
+    """What ``/init_weight_transfer_engine`` takes."""
 
     root: str = ""
     """The job's root, as the workers see it."""
@@ -75,15 +73,6 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     """Compare the tensors with the model before they are loaded."""
     values: str = "sample"
     """The values that ``check`` compares: ``sample``, ``all`` or ``none``."""
-    address: str = ""
-    """Host of the trainer's rank 0, to receive broadcasts instead; see `join_weight_group`."""
-    port: int = 0
-    rank_offset: int = 1
-    """Rank of the engine's first worker in the group of the broadcast."""
-    world_size: int = 0
-    """The trainer's rank 0 and all workers."""
-    timeout_s: float = 600.0
-    """Seconds for a broadcast."""
     claim: dict[str, Any] = field(default_factory=dict)
     """The updater that calls next; others are refused until the update ends, see `make_claim`."""
 
@@ -107,7 +96,6 @@ class TrinitySyncEngine(WeightTransferEngine):
         self._info: TrinitySyncInitInfo | None = None
         self._claim: dict[str, Any] = {}
         self._reader: WeightReader | None = None
-        self._group: WeightGroup | None = None
         self._fitting: tuple[torch.nn.Module, list[Outline]] | None = None
         """The model and the tensors that were compared last, and fit in this worker."""
         self._taken: dict[str, int] = {}
@@ -116,7 +104,7 @@ class TrinitySyncEngine(WeightTransferEngine):
         """What the model has to compute with, until it was compared."""
 
     def init_transfer_engine(self, init_info: TrinitySyncInitInfo) -> None:
-        """Open the job, or join the group of its broadcasts; the same call again does nothing.
+        """Open the job; the same call again does nothing.
 
         Raises:
             ValueError: the job's root is missing.
@@ -129,28 +117,18 @@ class TrinitySyncEngine(WeightTransferEngine):
             self._raise_in_last(problem)
             return
         self._claim, init_info = init_info.claim, replace(init_info, claim={})
-        if init_info == self._info and not (self._group and self._group.broken):
+        if init_info == self._info:
             return
-        if not init_info.root and not init_info.address:
+        if not init_info.root:
             raise ValueError('init_info needs "root", the folder of the job')
         self.shutdown()
-        rank = get_world_group().rank
-        if init_info.address:
-            self._group = join_weight_group(
-                init_info.address,
-                init_info.port,
-                rank=init_info.rank_offset + rank,
-                world_size=init_info.world_size,
-                timeout_s=init_info.timeout_s,
-            )
-        else:
-            self._reader = WeightReader(
-                root=init_info.root,
-                role=init_info.role,
-                name=make_reader_name("vllm"),
-                verify=init_info.verify,
-                timeout_s=OPEN_S,
-            )
+        self._reader = WeightReader(
+            root=init_info.root,
+            role=init_info.role,
+            name=make_reader_name("vllm"),
+            verify=init_info.verify,
+            timeout_s=OPEN_S,
+        )
         self._info = init_info
 
     def start_weight_update(self) -> None:
@@ -191,12 +169,10 @@ class TrinitySyncEngine(WeightTransferEngine):
             raise WeightSyncError(problem)
 
     def shutdown(self) -> None:
-        """Close the reader, or leave the group."""
+        """Close the reader."""
         if self._reader:
             self._reader.close()
-        if self._group:
-            self._group.close()
-        self._info = self._reader = self._group = None
+        self._info = self._reader = None
 
     def _open(
         self, wanted: TrinitySyncUpdateInfo, opened: ExitStack
@@ -206,25 +182,17 @@ class TrinitySyncEngine(WeightTransferEngine):
         Return its tensors, which are valid until ``opened`` is closed; or None in all workers, and
         the problem.
         """
-        if (reader := self._reader) and (info := self._info):
-            version, problem = _do_on_first(
-                lambda: select_version(reader, info.root, info.role, wanted)
+        if not ((reader := self._reader) and (info := self._info)):
+            return None, (
+                "the engine knows no job yet; call init_weight_transfer_engine first, also after "
+                "each start of the engine"
             )
-            if version is None:
-                return None, problem
-            return self._agree(lambda: self._pin(reader, version, opened))
-        if group := self._group:
-            return self._agree(lambda: self._receive(group))
-        return None, (
-            "the engine knows no job yet; call init_weight_transfer_engine first, also after each "
-            "start of the engine"
+        version, problem = _do_on_first(
+            lambda: select_version(reader, info.root, info.role, wanted)
         )
-
-    def _agree(
-        self, open_tensors: Callable[[], Iterable[Named]]
-    ) -> tuple[Iterable[Named] | None, str]:
-        """Open the tensors; return them, or in all workers None and the problem of one of them."""
-        tensors, problem = _attempt(open_tensors)
+        if version is None:
+            return None, problem
+        tensors, problem = _attempt(lambda: self._pin(reader, version, opened))
         answers = _gather((problem, self._taken))
         problem = next((each for each, _ in answers if each), "")
         if not problem and self._fitting:
@@ -238,13 +206,6 @@ class TrinitySyncEngine(WeightTransferEngine):
         source = view.version.source
         logger.info("loading version %d (run %d) from %s", version.step, version.run, source)
         return view.iter_views()
-
-    def _receive(self, group: WeightGroup) -> list[Named]:
-        """Receive a whole broadcast before any of it is loaded, in memory of the host."""
-        with receive_weights(group) as (_, tensors):
-            received = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors]
-        self._prepare([(name, tuple(each.shape), each.dtype) for name, each in received])
-        return received
 
     def _prepare(self, outlines: list[Outline]) -> None:
         self._served = None
