@@ -47,8 +47,6 @@ class Engine:
         self.failing: list[str] = []
         """Calls that fail once."""
         self.before_loading: Callable[[], None] = lambda: None
-        self.problem = ""
-        """What a comparison of the values finds."""
 
     def answer(self, path: str, query: str, body: dict[str, Any]) -> dict[str, Any]:
         self.calls.append(path + (f"?{query}" if query else ""))
@@ -64,10 +62,7 @@ class Engine:
                 raise WeightSyncError("an update is in progress")
             self.is_updating = True
         elif path == "/update_weights":
-            if body["update_info"] != {"check": True}:
-                self.load(Wanted(**body["update_info"]))
-            elif self.problem:
-                raise WeightSyncError(self.problem)
+            self.load(Wanted(**body["update_info"]))
         elif path == "/finish_weight_update":
             self.is_updating, self.claim = False, end_claim(self.claim)
         elif path == "/update_weight_version":
@@ -126,11 +121,10 @@ def test_an_update_pauses_the_engine_and_names_the_version(
         assert {name: t.tolist() for name, t in engine.weights.items()} == {
             name: t.tolist() for name, t in state.items()
         }
-        assert engine.calls[-8:] == [
+        assert engine.calls[-7:] == [
             "/init_weight_transfer_engine",
             "/start_weight_update",
             "/pause?mode=wait",
-            "/update_weights",  # loads, and then compares
             "/update_weights",
             "/update_weight_version",
             "/resume",
@@ -142,7 +136,7 @@ def test_an_update_pauses_the_engine_and_names_the_version(
         assert engine.calls == ["/weight_info"]  # it serves the newest
         engine.version = "default"  # the engine was started again
         assert updater.update() == 7
-        assert engine.calls.count("/update_weights") == 2
+        assert engine.calls.count("/update_weights") == 1
 
 
 def test_an_updater_that_runs_on_follows_the_training_that_begins_again_in_the_root(
@@ -193,26 +187,6 @@ def test_a_refusal_ends_the_update_and_the_engine_goes_on(
             updater.update(pause="keep")
         assert engine.calls[-3:] == ["/update_weights", "/resume", "/finish_weight_update"]
         assert updater.get_served_step() is None
-
-
-def test_an_engine_that_serves_other_values_has_no_version_until_an_update_without(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
-) -> None:
-    publish(saves, 1)
-    with VLLMUpdater(url, root) as updater:
-        assert updater.update() == 1
-        publish(saves, 2)
-        engine.problem = "the engine does not serve what was trained: q_proj"
-        for _ in range(2):
-            with pytest.raises(WeightSyncError, match="does not serve what was trained: q_proj"):
-                updater.update()
-            assert engine.version == "unknown"
-        assert engine.calls.count("/pause?mode=wait") == engine.calls.count("/resume") == 3
-        engine.problem = ""
-        assert updater.update() == updater.get_served_step() == 2
-    with VLLMUpdater(url, root, values="none") as updater:
-        engine.problem = "this is not asked for"
-        assert updater.update() == 2
 
 
 def test_following_updates_at_each_version(

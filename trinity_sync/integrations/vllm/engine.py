@@ -7,8 +7,7 @@ of the commit. Where one trainer rank holds a whole tensor, a tensor-parallel wo
 part only.
 
 After an error during the load itself, the model has parts of two versions. The worker then ends:
-vLLM stops the engine, instead of serving it. Whether a load without an error has put each value in
-its place is a call of its own.
+vLLM stops the engine, instead of serving it.
 """
 
 import logging
@@ -16,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -48,9 +47,6 @@ from trinity_sync.integrations.vllm.pinned_version import (
 from trinity_sync.weights.reader import WeightReader, make_reader_name
 from trinity_sync.weights.versions import Version
 
-if TYPE_CHECKING:
-    from trinity_sync.integrations.vllm.served import ServedValues
-
 logger = logging.getLogger(__name__)
 
 OPEN_S = 5.0
@@ -71,8 +67,6 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
     """Compare the digests of files that are read from a commit."""
     compare: bool = True
     """Compare the tensors with the model before they are loaded."""
-    values: str = "sample"
-    """The values that ``check`` compares: ``sample``, ``all`` or ``none``."""
     claim: dict[str, Any] = field(default_factory=dict)
     """The updater that calls next; others are refused until the update ends, see `make_claim`."""
 
@@ -80,9 +74,6 @@ class TrinitySyncInitInfo(WeightTransferInitInfo):
 @dataclass
 class TrinitySyncUpdateInfo(Wanted, WeightTransferUpdateInfo):
     """What ``/update_weights`` takes; while it waits for a version, nothing is generated."""
-
-    check: bool = False
-    """Load nothing: compare what the model computes with with the version that was loaded last."""
 
 
 class TrinitySyncEngine(WeightTransferEngine):
@@ -100,8 +91,6 @@ class TrinitySyncEngine(WeightTransferEngine):
         """The model and the tensors that were compared last, and fit in this worker."""
         self._taken: dict[str, int] = {}
         """The elements of them that this worker takes."""
-        self._served: ServedValues | None = None
-        """What the model has to compute with, until it was compared."""
 
     def init_transfer_engine(self, init_info: TrinitySyncInitInfo) -> None:
         """Open the job; the same call again does nothing.
@@ -139,21 +128,17 @@ class TrinitySyncEngine(WeightTransferEngine):
         self._claim = end_claim(self._claim)
 
     def receive_weights(self, update_info: TrinitySyncUpdateInfo) -> None:
-        """Load a version into the model, or compare the one that was loaded.
+        """Load a version into the model.
 
         Raises:
-            WeightSyncError: the model computes with other values; or no such version could be
-                opened in time, or it does not fit the model, here or in another worker: no worker
-                has loaded anything. Only the last worker raises it: vLLM reads the answers in
-                order, up to the first error, and would take those behind it for the answers to the
-                next call. ``finish_weight_update`` then ends the update in the others.
+            WeightSyncError: no such version could be opened in time, or it does not fit the model,
+                here or in another worker: no worker has loaded anything. Only the last worker
+                raises it: vLLM reads the answers in order, up to the first error, and would take
+                those behind it for the answers to the next call. ``finish_weight_update`` then ends
+                the update in the others.
         """
         try:
             with ExitStack() as opened:
-                if update_info.check:
-                    if problem := self._compare():
-                        self._raise_in_last(problem)
-                    return
                 tensors, problem = self._open(update_info, opened)
                 if tensors is not None:
                     self._load(tensors)
@@ -202,29 +187,10 @@ class TrinitySyncEngine(WeightTransferEngine):
 
     def _pin(self, reader: WeightReader, version: Version, opened: ExitStack) -> Iterable[Named]:
         view = opened.enter_context(pin_version(reader, version))
-        self._prepare(view.list_outlines())
+        self._require_fit(view.list_outlines())
         source = view.version.source
         logger.info("loading version %d (run %d) from %s", version.step, version.run, source)
         return view.iter_views()
-
-    def _prepare(self, outlines: list[Outline]) -> None:
-        self._served = None
-        self._require_fit(outlines)
-        values = self._info.values if self._info else "none"
-        if values == "none":
-            return
-        try:  # of a vLLM or a model that has other layers
-            from trinity_sync.integrations.vllm.served import ServedValues
-
-            self._served = ServedValues(self.model, outlines, every=values == "all")
-        except Exception as error:
-            logger.warning("the values that are served are not compared: %r", error)
-
-    def _compare(self) -> str:
-        """Return what one of the workers computes with that is not of the version, in words."""
-        served, self._served = self._served, None
-        _, problem = _attempt(served.compare) if served else (None, "")
-        return next((each for each in _gather(problem) if each), "")
 
     def _require_fit(self, outlines: list[Outline]) -> None:
         """Raise an error unless the tensors fill the model; compares the same ones only once."""
@@ -241,8 +207,6 @@ class TrinitySyncEngine(WeightTransferEngine):
             self._fitting = self.model, outlines
 
     def _load(self, tensors: Iterable[Named]) -> None:
-        if self._served:
-            tensors = self._served.sample(tensors)
         try:
             with quiet_loaders():
                 initialize_layerwise_reload(self.model)

@@ -34,7 +34,6 @@ CHECK_S = 5.0
 Pause = Literal["wait", "abort", "keep"]
 """What becomes of requests in flight: they end first; they are aborted; or they are frozen, and go
 on with the new weights, which compute the cache of their tokens again."""
-Values = Literal["sample", "all", "none"]
 
 
 class VLLMUpdater:
@@ -48,8 +47,6 @@ class VLLMUpdater:
         verify: compare the digests of files that are read from a commit.
         compare: compare the tensors with the model before they are loaded, and refuse an update
             that does not fill it; False for a model with parameters that no trainer sends.
-        values: compare what the model computes with after the load with the version: a ``sample``
-            of the values, ``all`` or ``none``.
         api_key: the key of the server, if it has one.
         timeout_s: seconds for an answer of the engine. Requests in flight count, if it waits for
             them.
@@ -69,7 +66,6 @@ class VLLMUpdater:
         role: str = "actor",
         verify: bool = False,
         compare: bool = True,
-        values: Values = "sample",
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -91,7 +87,6 @@ class VLLMUpdater:
             "role": role,
             "verify": verify,
             "compare": compare,
-            "values": values,
         }
         self._reader = WeightReader(root=root, role=role, name=make_reader_name("updater"))
         self.version: Version | None = None
@@ -118,9 +113,8 @@ class VLLMUpdater:
         Raises:
             WeightSyncError: there is no such version in time, another updater updates the engine,
                 or the engine refused the version; it serves the one that it had. If the engine has
-                not answered, it may have loaded it, and it has if it computes with other values
-                than the version's: `get_served_step` is None then, and the next update loads the
-                newest.
+                not answered, it may have loaded it: `get_served_step` is None then, and the next
+                update loads the newest.
         """
         newest = wait_for(self._reader, min_step or 0, timeout_s)
         if self._serves(newest):
@@ -201,8 +195,6 @@ class VLLMUpdater:
                 }
                 engine.call("update_weights", update_info=update_info)
                 is_loaded = True
-                if self._init_info["values"] != "none":
-                    engine.call("update_weights", update_info={"check": True})
                 engine.call("update_weight_version", new_version=str(version.step))
             # then another updater may pause the engine
             engine.call("finish_weight_update", weight_version=None)
