@@ -39,6 +39,7 @@ from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.tensors.in_place import get_live_state
 
 CLOSE_S = 10.0
 """Seconds for which `close` sends what the Prefect server has not taken yet."""
@@ -295,7 +296,8 @@ class CheckpointCoordinator(Collaborators):
             states: live state by component, of the structure that was saved, such as
                 ``model.state_dict()``, or the module; a module alone is ``model``. Its tensors are
                 filled, on their devices; a DTensor's shard is. Any other object, such as an
-                optimizer, gets its state by its ``load_state_dict``. Components that are left out
+                optimizer or a module whose state has copies (FSDP1), gets its state by its
+                ``load_state_dict``. Components that are left out
                 are loaded into new memory, as by `load`.
             role: role whose states are loaded.
 
@@ -311,7 +313,9 @@ class CheckpointCoordinator(Collaborators):
                 components have changed.
         """
         given = {"model": states} if isinstance(states, torch.nn.Module) else states
-        step, live = self._loader.resolve(step), read_states(given, torch.nn.Module)
+        check_type("states", given, Mapping, "a dict: {'model': model.state_dict()}")
+        step = self._loader.resolve(step)
+        live = {name: get_live_state(each) for name, each in given.items()}
         self.check_resume(step)
         loaded = self._loader.load(step, role, live)
         for name, each in live.items():

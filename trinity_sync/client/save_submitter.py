@@ -212,8 +212,8 @@ class SaveSubmitter:
         return replace(save, attempt=attempt) if attempt else save
 
 
-def read_states(components: Mapping[str, Any], of: type = object) -> dict[str, Any]:
-    """Return components with the states of those that are objects of a type and have one.
+def read_states(components: Mapping[str, Any]) -> dict[str, Any]:
+    """Return components with the states of those that are objects and have one.
 
     Raises:
         ConfigError: they are no dict.
@@ -222,7 +222,7 @@ def read_states(components: Mapping[str, Any], of: type = object) -> dict[str, A
         check_type("components", components, Mapping, "a dict: {'model': model.state_dict()}")
     states = dict(components)
     for name, each in states.items():
-        if isinstance(each, of) and hasattr(each, "state_dict"):
+        if hasattr(each, "state_dict"):
             states[name] = each.state_dict()
     return states
 

@@ -23,6 +23,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import decode_record
 from trinity_sync.layout import is_below, step_folder
 from trinity_sync.storage.manifest import Manifest, encode_manifest, read_manifest
+from trinity_sync.storage.runs import is_run_gone
 
 FOLDER_FILE = "dcp_folder"
 """File of a step with the path of the program's folder, below the parent folder of the root."""
@@ -42,7 +43,8 @@ def get_folder_name(root: Path, folder: Path) -> str | None:
 def link_step(root: str | Path, step: int, role: str) -> None:
     """Link the files of a committed step into the folder of a program, if it names one.
 
-    A later step of the job that is linked there stays. Call it under the commit lock.
+    A later step of its run, or of a later one, that is linked there stays. Call it under the commit
+    lock.
 
     Raises:
         ConfigError: the folder is not below the root's parent, or another user may have named it.
@@ -61,9 +63,13 @@ def link_step(root: str | Path, step: int, role: str) -> None:
         raise ConfigError(f"{files} is not linked into {folder}, which is {where}")
     os.scandir(folder).close()  # raises what is wrong with it
     earlier = read_record(folder)
-    if earlier and earlier.job == manifest.job:
-        is_whole = earlier.step == step and (folder / INDEX).exists()
-        if earlier.step > step or is_whole:
+    if (
+        earlier
+        and earlier.job == manifest.job
+        and not is_run_gone(root, earlier.run, earlier.run_key)
+    ):
+        linked, now = (earlier.run, earlier.step), (manifest.run, step)
+        if linked > now or (linked == now and (folder / INDEX).exists()):
             return
     for old in (INDEX, RECORD):  # before a file changes that they are about
         (folder / old).unlink(missing_ok=True)

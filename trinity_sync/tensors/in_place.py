@@ -6,6 +6,7 @@ to it later, as for a tensor that is not contiguous, or is no tensor's.
 """
 
 import copy
+import logging
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from trinity_sync.tensors.deserialize import (
 from trinity_sync.tensors.dtensor_shards import have_equal_bits
 from trinity_sync.tensors.memcpy import copy_pieces, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import count_users, get_shard, get_storage_id
+
+logger = logging.getLogger(__name__)
 
 
 class Pair(NamedTuple):
@@ -204,7 +207,25 @@ def find_copies(owner: torch.nn.Module | Mapping[str, Any], named: Mapping[str, 
     storages = {name: each.untyped_storage() for name, each in plain.items()}
     here = Counter(map(get_storage_id, storages.values()))
     sole = [n for n, each in storages.items() if count_users(each) <= here[get_storage_id(each)]]
-    return copies + (sole if len(sole) < len(storages) else [])
+    if len(sole) < len(storages):
+        return copies + sole
+    if sole:
+        logger.warning(
+            "nothing else refers to the tensors of the state that is filled: if its module lives, "
+            "as one of FSDP1 does, pass the module, or call its load_state_dict with the result"
+        )
+    return copies
+
+
+def get_live_state(target: Any) -> Any:
+    """Return the state of a module, which can be filled; the module if it has copies, as FSDP1's.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(target, torch.nn.Module):
+        return target
+    state = target.state_dict()
+    return target if find_copies(target, state) else state
 
 
 def _identify(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -197,6 +197,51 @@ def test_objects_that_have_a_state_are_saved_and_filled_as_components(
         torch.testing.assert_close(others[name].state_dict(), each.state_dict(), rtol=0, atol=0)
 
 
+class Packed(nn.Module):
+    """Its state is a copy, as that of FSDP1 and of quantized modules."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), float(value)))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach().clone()
+
+
+class Counting(nn.Linear):
+    """It has extra state."""
+
+    def __init__(self, count: float) -> None:
+        super().__init__(4, 4)
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("kind", [Packed, Counting])
+def test_a_module_whose_state_is_not_its_tensors_gets_it_by_its_own_method(
+    job: Job,
+    coordinator_of: Open,
+    kind: Callable[[float], nn.Module],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved = kind(7)
+    coordinator_of().save(3, {"model": saved})
+    job.commit(3)
+    second = coordinator_of(run_key="second")
+    for face in (Checkpoints(job.root), second):
+        model = kind(0)
+        face.load_into("latest", model)
+        torch.testing.assert_close(model.state_dict(), saved.state_dict(), rtol=0, atol=0)
+    if kind is Packed:
+        second.load_into(3, {"model": kind(0).state_dict()})
+        assert "pass the module" in caplog.text
+
+
 def test_metrics_of_a_save_are_those_of_its_step(job: Job, coordinator_of: Open) -> None:
     saves = coordinator_of()
     saves.save(4, state(4), metrics={"loss": torch.tensor(0.5)})

@@ -1,6 +1,7 @@
 """Files of committed steps are linked where programs look for what they saved with DCP."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.fs.atomic import remove_tree
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.integrations.dcp.writer import StepWriter
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.dcp_folder import FOLDER_FILE, RECORD, link_step, read_record
 from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.manifest import encode_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -31,13 +34,17 @@ def saves(coordinator_of: Open) -> CheckpointCoordinator:
 @pytest.fixture
 def save(saves: CheckpointCoordinator) -> Save:
     """Saves a step that names a folder next to the root; returns the folder."""
+    return save_by(saves)
+
+
+def save_by(saves: CheckpointCoordinator) -> Save:
     saver = DcpSaver(saves)
 
-    def make(step: int, name: str = "last", *, keep: int = 0) -> Path:
+    def make(step: int, name: str = "last", *, keep: int = 0, value: float = 0) -> Path:
         folder = saves.root.parent / name
         folder.mkdir(exist_ok=True)
         writer = StepWriter(saver, step, keep, {FOLDER_FILE: name.encode()})
-        state = {"w": torch.full((1 << 20,), float(step))}
+        state = {"w": torch.full((1 << 20,), value or float(step))}
         dcp.async_save(state, storage_writer=writer, async_stager=writer, no_dist=True).result()  # type: ignore[union-attr]
         finish_commits(saves)
         return folder
@@ -79,6 +86,31 @@ def test_a_commit_that_is_repeated_leaves_a_later_save_and_brings_no_removed_fol
     with pytest.raises(FileNotFoundError):
         link_step(saves.root, 2, "actor")
     assert not folder.exists()
+
+
+def test_a_later_run_that_counts_from_one_again_replaces_what_is_linked(
+    saves: CheckpointCoordinator, save: Save, coordinator_of: Open
+) -> None:
+    save(1)
+    save(2)
+    remove_tree(step_folder(saves.root, 2))
+    remove_tree(step_folder(saves.root, 1))
+    saves.close()
+    later = save_by(coordinator_of(run_key="later", trigger=CommitsHere()))
+    assert [load(later(step, value=step + 0.5)) for step in (1, 2)] == [1.5, 2.5]
+
+
+def test_a_run_that_a_restored_root_has_lost_keeps_no_folder(
+    saves: CheckpointCoordinator, save: Save
+) -> None:
+    folder = save(1)
+    record = read_record(folder)
+    assert record
+    (folder / RECORD).write_bytes(encode_manifest(replace(record, run=9, step=9)))
+    (folder / "__0_0.distcp").unlink()  # it has another name in the root
+    (folder / "__0_0.distcp").write_bytes(b"of run 9")
+    link_step(saves.root, 1, "actor")
+    assert load(folder) == 1.0
 
 
 def test_a_commit_that_died_before_it_linked_is_finished(

@@ -97,7 +97,8 @@ class _FolderWriter(StepWriter):
         try:
             with acquire_commit_lock(root):  # the commit has linked them before it releases it
                 link_step(root, self._step, self._saver.role)
-            if (linked := read_record(self._folder)) and linked.step >= self._step:
+            now = self._saver.saves.run, self._step
+            if (linked := read_record(self._folder)) and (linked.run, linked.step) >= now:
                 return
             reason = "the folder was removed meanwhile"
         except OSError as error:
