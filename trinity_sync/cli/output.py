@@ -25,7 +25,6 @@ from trinity_sync.orchestration.quantities import format_bytes, format_duration
 SCHEMA = 1
 """Version of the JSON documents, which is in each of them."""
 KEYS = {
-    "corruption": "reason",
     "found": "message",
     "nbytes": "bytes",
     "state": "status",
@@ -38,11 +37,9 @@ TIMES = ("at", "since", "as_of")
 """Keys of times in seconds since the epoch, with those that end in ``_at``."""
 HEADINGS = {
     "bytes": "SIZE",
-    "changed_percent": "CHANGED %",
     "committed_at": "AGE",
     "path": "FILE",
     "pinned_at": "AGE",
-    "relative_l2": "RELATIVE L2",
     "seconds": "TIME",
     "since": "AGE",
     "stale_s": "STALE FOR",
@@ -58,10 +55,7 @@ STYLES = {
     "green": ("valid", "running", "external", "online", "ok", "committed", "completed", "restored"),
     "red": ("corrupted", "failed", "fail", "dead", "away", "truncated", "missing", "crashed"),
     "yellow": ("writing", "pending", "warn", "would be removed", "cancelled"),
-    "dim": (
-        *("superseded", "evicted", "absent", "not used", "idle"),
-        *("not committed", "removed", "replaced", "same"),
-    ),
+    "dim": ("superseded", "absent", "not used", "idle", "not committed", "removed", "replaced"),
 }
 """Colour of each status word; other words have none."""
 
@@ -208,8 +202,6 @@ def write_cell(key: str, value: Any, on_terminal: bool) -> str:
         return format_duration(age_s) if on_terminal else write_utc(value) or ""
     if key == "seconds" or key.endswith("_s"):
         return format_duration(value) if on_terminal else f"{value:.3f}"
-    if key.endswith("_percent"):
-        return f"{value:.2f}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
