@@ -339,8 +339,7 @@ def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
     """Return a step's rows in the catalog, and the CPU milliseconds to write them again."""
     import sqlalchemy as sa
 
-    from trinity_sync.catalog.database import Step, get_catalog_url, open_catalog
-    from trinity_sync.catalog.mirror import mirror
+    from trinity_sync.catalog import Step, get_catalog_url, mirror, open_catalog
 
     with open_catalog(get_catalog_url(settings)) as engine:
         began = time.process_time()

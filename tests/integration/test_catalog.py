@@ -18,15 +18,17 @@ from tests.integration.test_cli import is_one_sentence, run
 from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.catalog.database import (
+from trinity_sync.catalog import (
     Base,
     ListedStep,
     Step,
     get_catalog_url,
+    is_current,
     list_jobs,
+    mirror,
     open_catalog,
+    rebuild,
 )
-from trinity_sync.catalog.mirror import is_current, mirror, rebuild
 from trinity_sync.snapshot.job_identity import job_id, register_root
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.metrics import write_metrics

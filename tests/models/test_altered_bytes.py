@@ -16,8 +16,7 @@ import torch
 
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
-from trinity_sync.catalog.database import list_jobs, open_catalog
-from trinity_sync.catalog.mirror import is_current, mirror
+from trinity_sync.catalog import is_current, list_jobs, mirror, open_catalog
 from trinity_sync.errors import CatalogError, CommitError, SupersededError, TrinitySyncError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import ITERATION_FILES, KINDS, step_folder

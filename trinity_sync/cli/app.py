@@ -314,7 +314,7 @@ def update_catalog(root: Path, steps: Iterable[int]) -> None:
     """Update the catalog after a change of a job's steps; a client alone has none."""
     if list_missing_packages():
         return
-    from trinity_sync.catalog.mirror import try_mirror
+    from trinity_sync.catalog import try_mirror
 
     try_mirror(read_settings(), root, steps)
 

@@ -51,7 +51,7 @@ def list_jobs(output: Output = "table") -> None:
 
     settings, found = read_settings(), list[Any]()
     if (settings.saver == "stack" or knows_server(settings)) and not list_missing_packages():
-        from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
+        from trinity_sync.catalog import get_catalog_url, list_jobs, open_catalog
 
         with open_catalog(get_catalog_url(settings)) as engine:
             found = list_jobs(engine)
@@ -139,8 +139,7 @@ def _list_settings(root: Path) -> list[SettingRow]:
 @jobs.command("jobs reindex ckpts", stack=True)
 def reindex(roots: Roots, output: Output = "table") -> None:
     """Read the rows of jobs in the catalog again from their files."""
-    from trinity_sync.catalog.database import get_catalog_url, open_catalog
-    from trinity_sync.catalog.mirror import rebuild
+    from trinity_sync.catalog import get_catalog_url, open_catalog, rebuild
 
     rows = []
     with open_catalog(get_catalog_url(read_settings())) as engine:
@@ -163,8 +162,7 @@ def forget(
     output: Output = "table",
 ) -> None:
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
-    from trinity_sync.catalog.database import get_catalog_url, list_jobs, open_catalog
-    from trinity_sync.catalog.mirror import remove_job
+    from trinity_sync.catalog import get_catalog_url, list_jobs, open_catalog, remove_job
     from trinity_sync.orchestration.job_registry import unregister_job
     from trinity_sync.snapshot.job_identity import list_registered_roots
 

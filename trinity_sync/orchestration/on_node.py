@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
-from trinity_sync.catalog.mirror import try_mirror
+from trinity_sync.catalog import try_mirror
 from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.layout import KINDS, Kind

@@ -17,9 +17,8 @@ from tests.support.hanging import hanging
 from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
 from tests.support.savers import end_savers
-from trinity_sync.catalog.database import Job as JobRow
-from trinity_sync.catalog.database import get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import mirror
+from trinity_sync.catalog import Job as JobRow
+from trinity_sync.catalog import get_catalog_url, mirror, open_catalog
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.saver_control import SERVED
 from trinity_sync.layout import MANIFEST, step_folder

@@ -15,8 +15,7 @@ from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import MODEL
-from trinity_sync.catalog.database import get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import is_current
+from trinity_sync.catalog import get_catalog_url, is_current, open_catalog
 from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.layout import MANIFEST, attaching_folder, step_folder
 from trinity_sync.orchestration import on_node

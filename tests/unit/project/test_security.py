@@ -19,7 +19,7 @@ from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.job import Job
 from tests.support.steps import commit_files
-from trinity_sync.catalog.database import open_catalog
+from trinity_sync.catalog import open_catalog
 from trinity_sync.errors import (
     CatalogError,
     CommitError,

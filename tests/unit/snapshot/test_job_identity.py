@@ -14,8 +14,7 @@ from tests.support import prefect_stand_in
 from tests.support.job import Job, find_orphaned_saves
 from tests.support.prefect_stand_in import Server, Trigger
 from tests.support.steps import commit_files
-from trinity_sync.catalog.database import list_jobs, open_catalog
-from trinity_sync.catalog.mirror import rebuild, remove_job
+from trinity_sync.catalog import list_jobs, open_catalog, rebuild, remove_job
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, SpoolFullError
 from trinity_sync.fs.memory import find_room

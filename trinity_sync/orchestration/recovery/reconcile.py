@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.catalog.database import get_catalog_url, open_catalog
-from trinity_sync.catalog.mirror import is_current, rebuild
+from trinity_sync.catalog import get_catalog_url, is_current, open_catalog, rebuild
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.fs.mounts import read_file_system_time

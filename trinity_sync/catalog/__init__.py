@@ -1,1 +1,0 @@
-"""SQL index of jobs, runs, steps and pins. It can be rebuilt from the files of the jobs."""
