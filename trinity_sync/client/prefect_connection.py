@@ -198,6 +198,22 @@ def find_other_user(url: str) -> int:
     return 0
 
 
+def refuse_other_users(server: Server) -> None:
+    """Have this process connect to no other user at the port of the local stack.
+
+    Prefect's own clients would send it the password.
+    """
+    port = urlsplit(server.url).port
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        there = event == "socket.connect" and arguments[1][1:2] == (port,)
+        if there and (user := find_other_user(server.url)):
+            raise ConnectionRefusedError(f"user {user} listens at port {port} of the stack")
+
+    if server.is_own and server.login:
+        sys.addaudithook(look)
+
+
 def compute_clock_skew(date: str | None, before: float, after: float) -> float:
     """Return the seconds by which a server's clock is ahead of this node's; negative if behind.
 

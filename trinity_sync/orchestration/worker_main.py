@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -19,6 +20,7 @@ from prefect.settings import (
 )
 
 from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.client.prefect_connection import refuse_other_users
 from trinity_sync.errors import PrefectApiError, StackError, TrinitySyncError
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.metrics import METRICS
@@ -38,6 +40,8 @@ def serve(settings: Settings, stack: StackSettings, *, deploys: bool) -> None:
     """
     import ray
 
+    with suppress(PrefectApiError):  # a profile of Prefect's may name a server
+        refuse_other_users(PrefectApi(settings).find_server())
     if not stack.ray.address:
         raise StackError("ray.address is not set. Start: trinity-sync worker")
     if stack.worker.metrics:

@@ -239,6 +239,22 @@ with socket.create_server(("127.0.0.1", 0)) as made:
 """
 
 
+OF_A_WORKER = """
+import asyncio, httpx, sys
+from pathlib import Path
+from trinity_sync.client.prefect_connection import find_server, refuse_other_users
+
+refuse_other_users(find_server(Path(sys.argv[1]), None))
+httpx.get(sys.argv[2], trust_env=False)
+
+async def ask() -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await client.get(sys.argv[3])
+
+asyncio.run(ask())
+"""
+
+
 def test_another_user_at_the_port_of_a_stack_is_not_told_its_password(tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("only root can be another user")
@@ -255,6 +271,11 @@ def test_another_user_at_the_port_of_a_stack_is_not_told_its_password(tmp_path: 
                     pytest.raises(PrefectApiError, match="user 12345 listens"),
                 ):
                     ask_server(settings, lambda api: api.read_version())
+            with server({"": (200, "{}")}) as ours:
+                for urls, told in (((url, ours), 1), ((ours, url), 1), ((ours, ours), 0)):
+                    program = [sys.executable, "-c", OF_A_WORKER, str(tmp_path), *urls]
+                    done = subprocess.run(program, check=False, capture_output=True, text=True)
+                    assert (done.returncode, "ConnectError" in done.stderr) == (told, told)
             assert services._server_auth(settings, StackSettings(), state) != "me:secret"
             away = StackState(api_url="http://127.0.0.1:9/api", api_auth="me:secret")
             assert services._server_auth(settings, StackSettings(), away) == "me:secret"
