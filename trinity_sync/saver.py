@@ -56,7 +56,7 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.job_identity import register_root
-from trinity_sync.snapshot.spool import JobSpool, has_worker, list_job_spools, make_own_folder
+from trinity_sync.snapshot.spool import JobSpool, check_worker, list_job_spools, make_own_folder
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save import is_being_written
@@ -91,17 +91,21 @@ class FlowRunRequests:
 
     Also those of saves that are committed meanwhile: the history of the server has each save. The
     idempotency key of a save makes all requests of it one flow run. ``refuse`` is called for
-    one that the server will never accept, with the reason.
+    one that the server will never accept, with the reason, and ``wake`` once it takes none.
     """
 
-    def __init__(self, api: PrefectApi, refuse: Callable[[SaveRequest, str], None]) -> None:
+    def __init__(
+        self, api: PrefectApi, refuse: Callable[[SaveRequest, str], None], wake: Callable[[], None]
+    ) -> None:
         self.api = api
-        self._refuse = refuse
+        self._refuse, self._wake = refuse, wake
         self._wanted: queue.SimpleQueue[tuple[Path, SaveRequest]] = queue.SimpleQueue()
         """Folders of jobs in the spool, and saves whose flow run is to be requested."""
         self._waiting: dict[Path, set[str]] = {}
         """Keys of the saves that waited at the last look, by the folder of their job."""
-        self._runs = False
+        self._untaken: set[str] = set()
+        """Keys of the saves whose flow run the server has not taken yet."""
+        self._runs = self._fails = False
         self._lock = threading.Lock()
 
     def want(self, folder: Path, waiting: Sequence[SaveRequest]) -> None:
@@ -111,10 +115,16 @@ class FlowRunRequests:
             self._waiting[folder] = {each.key for each in waiting}
             for each in waiting:
                 if each.key not in known:
+                    self._untaken.add(each.key)
                     self._wanted.put((folder, each))
             if waiting and not self._runs:
                 threading.Thread(target=self._run, daemon=True).start()
                 self._runs = True
+
+    def list_untaken(self) -> set[str]:
+        """Return the keys of the saves that no stack begins, as the server takes no request now."""
+        with self._lock:
+            return {*self._untaken} if self._fails else set()
 
     def _run(self) -> None:
         """Request what is wanted, as long as the process lives."""
@@ -133,7 +143,13 @@ class FlowRunRequests:
                     except Exception as error:  # whatever is wrong there, saves continue
                         with suppress(OSError):  # it has gone, or shared memory is full
                             replace_file(folder / UNREQUESTED, str(error), sync=False)
+                        if not self._fails:
+                            self._fails = True
+                            self._wake()
                         time.sleep(pause_s)
+                with self._lock:
+                    self._untaken.discard(request.key)
+                    self._fails = False
                 with suppress(OSError):
                     (folder / UNREQUESTED).unlink(missing_ok=True)
 
@@ -153,7 +169,7 @@ class WaitingSave:
 
         The stack begins none of the ``late`` keys, and may have worked on it ``within_s`` seconds.
         """
-        if self.over and self.over.is_left:
+        if self.over and (self.over.is_left or self.over.is_by_saver):  # of another node
             return True
         return self.request.key in late and not is_left_to_stack(job, self.request, within_s)
 
@@ -185,7 +201,9 @@ class Saver:
         settings = settings or Settings()
         self._node, self._home = settings.node, settings.home
         self._name = name or name_saver(api_url)
-        self._requests = FlowRunRequests(PrefectApi(settings, api_url), self._refuse)
+        self._requests = FlowRunRequests(
+            PrefectApi(settings, api_url), self._refuse, self._look_again
+        )
         self._wake = wake_path(spool, self._name)
         self._writing = writing
         self._lock = threading.Lock()
@@ -211,6 +229,9 @@ class Saver:
     def hurry(self, *_: object) -> None:
         """Leave nothing to the stack any longer; a handler of SIGTERM, which a whole node gets."""
         self._terminates = True
+        self._look_again()
+
+    def _look_again(self) -> None:
         os.write(self._end, b"\n")
 
     def run(self) -> None:
@@ -303,12 +324,13 @@ class Saver:
     def _look_at(self, job: JobSpool) -> None:
         how = read_served(job.folder, self._name)
         after_s = within_s = how if isinstance(how, float) else 0.0
-        self._had_worker |= (lives := has_worker(self._spool))
+        works = check_worker(self._spool)
+        self._had_worker |= works is not None
         if after_s < math.inf:  # otherwise it commits nothing
-            ends = self._terminates or (self._had_worker and not lives)
-            within_s = 0.0 if ends else after_s
-            # a worker that lives is as fast
-            after_s = 0.0 if ends or (self._lacks_writer and not lives) else after_s
+            ends = self._terminates or (self._had_worker and works is None)
+            within_s = 0.0 if ends else min(LOOK_S, after_s) if works is False else after_s
+            if ends or works is False or (self._lacks_writer and not works):
+                after_s = 0.0  # a worker that works is as fast
         job.remove_closed()
         if self._is_away(job):
             return
@@ -328,6 +350,7 @@ class Saver:
         if waiting and how != "alone":
             self._request(job, pending)
             late = {each.key for each in find_pending_saves(job, grace_s=after_s)}
+            late |= self._requests.list_untaken() if after_s < math.inf else set()
             due = [each for each in waiting if each.is_due(job, late, within_s)]
         with self._lock:
             waits = any(each.request.key not in self._failed for each in waiting)
@@ -457,7 +480,7 @@ class Saver:
                 if failure and not waits:
                     self._failed[request.key] = over.start if over else 0
                 del self._saves[request.key]
-            os.write(self._end, b"\n")
+            self._look_again()
 
     def _tell_failure(self, request: SaveRequest, failure: str, over: Entry | None) -> None:
         """Tell why a save has failed, also in the place of a flow run that has begun it since.

@@ -190,7 +190,7 @@ class SaveTrigger:
         with suppress(OSError):
             why = (folder / UNREQUESTED).read_text()
         if why and why != self._unrequested:
-            logger.warning("Saves wait in %s, retrying their flow runs' requests: %s", folder, why)
+            logger.warning("Saves in %s have no flow run, retrying the request: %s", folder, why)
         self._unrequested = why
 
     def close(self) -> None:

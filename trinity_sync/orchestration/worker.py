@@ -337,12 +337,11 @@ class TrinitySyncWorker(
         # `PrefectApi` reads no profile
         os.environ |= {name: each for name, each in found.items() if name.startswith(API_SETTINGS)}
         touch = partial(run_in_thread, touch_files, self._trinity.home)
-        lives = partial(self._lock, WORKER)
         recover = partial(self._recovery.recover_flow_runs, self._api, self.pool_name)
         serve = partial(self._recovery.serve_images, self._api)
         beat = partial(run_in_thread, tell_heartbeat, self._trinity.home)
         polled: dict[Callable[[], Any], float] = {touch: TOUCH_S}
-        polled |= dict.fromkeys((lives, beat, self.set_clock, recover, serve), POLL_S)
+        polled |= dict.fromkeys((self.stand_by, beat, recover, serve), POLL_S)
         self.start_service(partial(self._serve, self._listen))
         for work, pause_s in polled.items():
             self.start_service(partial(self._serve, partial(self._poll, work, pause_s)))
@@ -364,11 +363,14 @@ class TrinitySyncWorker(
         with self._server_may_be_away():
             await super().sync_with_backend()
 
-    async def set_clock(self) -> None:
-        """Start runs when they are due by the server's clock, not by this node's."""
+    async def stand_by(self) -> None:
+        """Tell savers that this worker begins runs, if the server answers, whose clock rules."""
+        holds = await self._lock(WORKER)
         usual_s = get_current_settings().worker.prefetch_seconds
         await self._api.read_version()
         self.set_prefetch(usual_s + self._api.clock_skew)
+        if holds:
+            os.utime(self._trinity.spool / ".runs.lock")
 
     @contextmanager
     def _server_may_be_away(self) -> Iterator[None]:

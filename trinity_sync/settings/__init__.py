@@ -210,9 +210,9 @@ class Settings(_ReadSettings):
     does not begin in ``saver_after_s``; otherwise the saver. It also requests the flow runs."""
 
     saver_after_s: float = Field(default=30.0, gt=0)
-    """Seconds after which the saver commits what a stack has not begun, or no longer writes: no
-    server or worker lives, or its queue is paused or full. At most 5 while a save waits for a slot,
-    or a start for a save."""
+    """Seconds after which the saver commits what a stack has not begun, or no longer writes, as if
+    its queue is paused or full; none where server or worker do not answer. At most 5 while a save
+    waits for a slot, or a start for a save."""
 
     take_over: bool = False
     """Whether a start of the training supersedes an earlier one that is still running. Otherwise it

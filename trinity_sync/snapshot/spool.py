@@ -27,6 +27,7 @@ import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -433,11 +434,19 @@ WORKER = UUID(int=0)
 """In the place of a flow run: a worker, which holds this lock as long as it lives."""
 
 
-def has_worker(spool: Path) -> bool:
-    """Return whether a worker lives on this node."""
+BEAT_S = 15.0
+"""Seconds within which a worker that works has touched the file of that lock: it does in five."""
+
+
+def check_worker(spool: Path) -> bool | None:
+    """Return whether the worker of this node begins runs; None if none lives.
+
+    One that hangs, or whose server does not answer, begins none.
+    """
     with suppress(OSError), closing(LockFile(spool / ".runs.lock", os.O_RDONLY)) as lock:
-        return not lock.try_acquire_range(fcntl.F_RDLCK, WORKER.int, 1)
-    return False
+        if not lock.try_acquire_range(fcntl.F_RDLCK, WORKER.int, 1):
+            return abs(time.time() - os.fstat(lock.fd).st_mtime) < BEAT_S
+    return None
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """What holds a worker up, and what it says of its trouble, without a Prefect server."""
 
 import asyncio
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +18,14 @@ from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.states import Failed
 
 from tests.conftest import environment
+from tests.support.answers import server
 from tests.support.job import Job
+from trinity_sync.client.prefect_api import PrefectApi
+from trinity_sync.errors import PrefectApiError
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.saves.journal import read_entry
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import WORKER, check_worker
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +61,27 @@ def test_a_spool_that_cannot_be_used_is_said_and_a_server_that_is_away_is_none(
     asyncio.run(asyncio.wait_for(start_and_wait(), 60))
     (message,) = said()
     assert f"run: chmod 700 {settings.spool}" in message
+
+
+def test_savers_know_whether_a_worker_and_its_server_begin_runs(settings: Settings) -> None:
+    async def stand_by(worker: TrinitySyncWorker, url: str) -> bool | None:
+        os.utime(settings.spool / ".runs.lock", (0, 0))
+        with suppress(PrefectApiError):
+            worker._api = PrefectApi(settings, url)
+            await worker.stand_by()
+        return check_worker(settings.spool)
+
+    async def work() -> None:
+        worker = TrinitySyncWorker(work_pool_name="any")
+        (settings.spool / ".runs.lock").touch()
+        with server({"/admin/version": (200, '"3"')}) as url:
+            assert await stand_by(worker, url)
+            assert await stand_by(worker, "http://127.0.0.1:9/api") is False
+            assert await stand_by(worker, url)
+        worker._unlock(WORKER)
+        assert check_worker(settings.spool) is None
+
+    asyncio.run(work())
 
 
 class Failing(TrinitySyncWorker):

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from uuid import UUID
@@ -17,7 +18,7 @@ from uuid import UUID
 import pytest
 import torch
 
-from tests.support.answers import serving
+from tests.support.answers import server, serving
 from tests.support.driven_saver import Line
 from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, savers_of, train
@@ -36,7 +37,7 @@ from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver, is_left_to_stack
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.snapshot import slot_pool
-from trinity_sync.snapshot.spool import WORKER, has_worker, try_run_lock
+from trinity_sync.snapshot.spool import WORKER, check_worker, try_run_lock
 from trinity_sync.storage.commit import acquire_commit_lock
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
@@ -44,6 +45,7 @@ from trinity_sync.storage.restore import load_states
 
 AWAY = "http://127.0.0.1:9/api"
 RUN = UUID(int=7)
+TAKEN = {"/deployments/": (200, json.dumps({"id": str(RUN)}))}
 PYTHON = sys.executable
 
 FLOW_RUN = """
@@ -64,10 +66,11 @@ commit_images(request, persisted, shards, NodeWriting(), time.time(), time.time(
 
 
 @pytest.fixture
-def known(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Settings of trainers whose stack does not answer."""
-    monkeypatch.setenv("PREFECT_API_URL", AWAY)
-    return settings.model_copy(update={"saver_after_s": 1.0})
+def known(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+    """Settings of trainers whose stack takes flow runs, and begins none."""
+    with server(TAKEN) as url:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        yield settings.model_copy(update={"saver_after_s": 1.0})
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ def is_by_saver(root: Path, step: int) -> bool:
     return timing.by_saver
 
 
-def test_a_stack_that_is_away_delays_no_commit_for_long(
+def test_a_stack_that_begins_nothing_delays_no_commit_for_long(
     saves: CheckpointCoordinator, job: Job
 ) -> None:
     for step in (1, 2):
@@ -102,6 +105,23 @@ def test_a_stack_that_is_away_delays_no_commit_for_long(
         saves.wait_all(60)
         assert is_by_saver(job.root, step)
     assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [2.0] * 9
+
+
+@pytest.mark.parametrize("answers", [None, {}, {"": (401, "{}")}, {"": (500, "{}")}])
+def test_a_stack_that_takes_no_save_delays_no_commit(
+    job: Job,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: dict[str, tuple[int, str]] | None,
+) -> None:
+    patient = settings.model_copy(update={"saver_after_s": 600.0})
+    with nullcontext(AWAY) if answers is None else server(answers) as url:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with CheckpointCoordinator(job.root, settings=patient) as saves:
+            for step in (1, 2):  # the second waits for the request of the first
+                saves.save(step, {"model": {"w": torch.ones(9)}})
+            saves.wait_all(60)
+            assert is_by_saver(job.root, 2)
 
 
 @pytest.mark.parametrize(("server", "told"), [("", "alone"), (AWAY, 0.0)])
@@ -180,7 +200,7 @@ def test_what_the_stack_leaves_to_a_saver_that_commits_nothing_has_failed(
     assert (entry.message, entry.has_failed) == ("Ray is gone", True)
 
 
-@pytest.mark.parametrize("ends", ["the node", "the last trainer", "the worker"])
+@pytest.mark.parametrize("ends", ["the node", "the last trainer", "the worker", "its answers"])
 def test_a_save_waits_for_no_stack_at_the_end_of_what_it_would_wait_for(
     job: Job, known: Settings, request: pytest.FixtureRequest, ends: str
 ) -> None:
@@ -194,6 +214,8 @@ def test_a_save_waits_for_no_stack_at_the_end_of_what_it_would_wait_for(
             trainer.close()
         elif ends == "the worker":
             worker.close()
+        elif ends == "its answers":
+            os.utime(known.spool / ".runs.lock", (0, 0))
         else:
             (saver,) = savers_of(known.spool)
             saver.terminate()
@@ -225,11 +247,14 @@ def test_a_save_of_the_last_trainer_is_left_to_a_worker_that_lives(
 
 
 def test_a_look_for_a_worker_needs_no_room_in_shared_memory(tmp_path: Path) -> None:
-    assert not has_worker(tmp_path)
+    assert check_worker(tmp_path) is None
     assert [*tmp_path.iterdir()] == []
     with try_run_lock(tmp_path, WORKER):
-        assert has_worker(tmp_path)
-    assert not has_worker(tmp_path)
+        assert check_worker(tmp_path)
+        for jump_s in (-3600, 3600):  # of the clock; the worker's next touch mends it
+            os.utime(tmp_path / ".runs.lock", (time.time() + jump_s,) * 2)
+            assert check_worker(tmp_path) is False
+    assert check_worker(tmp_path) is None
 
 
 def test_a_run_that_is_taken_and_not_begun_is_overtaken(
