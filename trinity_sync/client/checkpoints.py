@@ -1,6 +1,6 @@
 """`Checkpoints`, which reads the committed steps of a job, e.g. to evaluate them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +119,13 @@ class Checkpoints:
         return number
 
     def load(
-        self, step: int | str, *, role: str = "actor", rank: int = 0, world_size: int = 1
+        self,
+        step: int | str,
+        *,
+        role: str = "actor",
+        rank: int = 0,
+        world_size: int = 1,
+        only: str | Sequence[str] = (),
     ) -> dict[str, Any]:
         """Load the states that one rank saved at a committed step.
 
@@ -128,19 +134,20 @@ class Checkpoints:
             role: role whose states are loaded.
             rank: rank that saved them.
             world_size: number of ranks that saved together; any other raises `CommitError`.
+            only: as in `CheckpointCoordinator.load`.
 
         Returns:
             State by component, as `CheckpointCoordinator.load`.
 
         Raises:
             CommitError: the step is not committed, has no shards of this rank, or is corrupted.
+            ConfigError: it has not all components of ``only``.
         """
         step = self.resolve(step)
         with lease_to_read(self.root, step, READER) as manifest:
             self._name(manifest)
-            return load_states(
-                self.root, step, role, rank=rank, world_size=world_size, manifest=manifest
-            )
+            own: Any = {"rank": rank, "world_size": world_size, "manifest": manifest}
+            return load_states(self.root, step, role, **own, only=only)
 
     def load_into(
         self,

@@ -252,7 +252,9 @@ class CheckpointCoordinator(Collaborators):
         """
         return self._loader.latest_step(kind, settle_s, healthy)
 
-    def load(self, step: int | str, *, role: str = "actor") -> dict[str, Any]:
+    def load(
+        self, step: int | str, *, role: str = "actor", only: str | Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Load this rank's states of a committed step, from which this run then resumes.
 
         To load a step for an evaluation, use `Checkpoints`, which begins no run.
@@ -266,6 +268,8 @@ class CheckpointCoordinator(Collaborators):
             step: training step, or a word as of the command: ``latest``, ``latest~1``, ``healthy``,
                 ``best=val_loss:min`` or a tag, once saves in flight are committed.
             role: role whose states are loaded.
+            only: components to load, such as ``("model",)``; by default all. The others are not
+                read, and the run's record says which.
 
         Returns:
             State by component (``model``, ``optim``, ``extra_state``), as ``torch.load`` returns
@@ -274,14 +278,20 @@ class CheckpointCoordinator(Collaborators):
 
         Raises:
             CommitError: the step is not committed, has no shards for this rank, or is corrupted.
-            ConfigError, RootInUseError: as in `check_resume`.
+            ConfigError: as in `check_resume`, or the step has not all components of ``only``.
+            RootInUseError: as in `check_resume`.
         """
         step = self._loader.resolve(step)
         self.check_resume(step)
-        return self._loader.load(step, role)
+        return self._loader.load(step, role, only)
 
     def load_into(
-        self, step: int | str, states: Mapping[str, Any] | torch.nn.Module, *, role: str = "actor"
+        self,
+        step: int | str,
+        states: Mapping[str, Any] | torch.nn.Module,
+        *,
+        role: str = "actor",
+        only: str | Sequence[str] = (),
     ) -> dict[str, Any]:
         """Fill live tensors with this rank's states of a committed step, and resume from it.
 
@@ -300,6 +310,7 @@ class CheckpointCoordinator(Collaborators):
                 ``load_state_dict``. Components that are left out
                 are loaded into new memory, as by `load`.
             role: role whose states are loaded.
+            only: as in `load`; those of ``states`` are among them.
 
         Returns:
             State by component, as from `load`, with the live tensors in it. All other values, such
@@ -317,7 +328,7 @@ class CheckpointCoordinator(Collaborators):
         step = self._loader.resolve(step)
         live = {name: get_live_state(each) for name, each in given.items()}
         self.check_resume(step)
-        loaded = self._loader.load(step, role, live)
+        loaded = self._loader.load(step, role, only, live)
         for name, each in live.items():
             if hasattr(each, "load_state_dict"):
                 each.load_state_dict(loaded[name])

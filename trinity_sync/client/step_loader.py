@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -80,21 +80,33 @@ class StepLoader:
         run_on_all_ranks(self.root, lambda: self._settle(settle_s if leads_node else 0.0))
         return broadcast_from_rank_0(self.root, find)
 
-    def load(self, step: int, role: str, live: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def load(
+        self, step: int, role: str, only: Sequence[str], live: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """As `CheckpointCoordinator.load`, or with ``live`` as its `load_into`."""
-        with self.open(step, role, live or {}, borrow=False) as states:
+        with self.open(step, role, live or {}, only=only, borrow=False) as states:
             return states
 
     @contextmanager
     def open(
-        self, step: int, role: str, live: Mapping[str, Any], *, borrow: bool = True
+        self,
+        step: int,
+        role: str,
+        live: Mapping[str, Any],
+        *,
+        only: Sequence[str] = (),
+        borrow: bool = True,
     ) -> Iterator[dict[str, Any]]:
-        """As `CheckpointCoordinator.open`; ``live`` is filled, and the rest borrowed or loaded."""
+        """As `CheckpointCoordinator.open`; ``live`` is filled, and the rest borrowed or loaded.
+
+        ``only`` is as in `CheckpointCoordinator.load`.
+        """
         if self._asks_together:
             lease = lease_on_rank_0(self.root, step)
         else:
             lease = lease_to_read(self.root, step, f"load by rank {self.rank}")
         own: Any = {"rank": self.rank, "world_size": self.world_size, "spool": self.spool}
+        own["only"] = only
         together = partial(self._run_together, step)
         with ExitStack() as opened:
             with lease as manifest:
@@ -104,7 +116,9 @@ class StepLoader:
                 others = together(lambda: opened.enter_context(rest))
                 adopt_meshes(others, live)
                 states = filled | others
-                self.begin_at(step)  # from here on, retention spares the step for this run
+                left_out = manifest.list_components(role) - states.keys() if only else ()
+                # from here on, retention spares the step for this run
+                self.begin_at(step, [f"{role}/{name}" for name in left_out])
             yield states
         self.prewarm_as(step, manifest)
 
@@ -123,9 +137,9 @@ class StepLoader:
 
         self._run_together(step, check)
 
-    def begin_at(self, step: int) -> None:
+    def begin_at(self, step: int, left_out: Collection[str] = ()) -> None:
         """Begin the run at a step; rank 0 begins it for all."""
-        self.run.join(self.run_on_rank_0(step, lambda: self.run.begin_at(step)))
+        self.run.join(self.run_on_rank_0(step, lambda: self.run.begin_at(step, left_out)))
 
     def prewarm_as(self, step: int, manifest: Manifest | None = None) -> None:
         """Touch memory for images as large as this rank's of a step, beside the training."""

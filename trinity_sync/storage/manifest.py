@@ -270,6 +270,12 @@ class Manifest(Record, format=MANIFEST_FORMAT):
         """Return the kinds that a step with other ``kinds`` in the place of this one would lack."""
         return sorted({*self.kinds}.difference(kinds))
 
+    def list_components(self, role: str) -> set[str]:
+        """Return the components of a role that `load_shards` reads."""
+        return {
+            record.component for record in self.files if record.role == role and record.is_shard
+        }
+
     def find_file(self, path: str) -> FileRecord | None:
         """Return the record of the file at ``path``, or None."""
         return next((record for record in self.files if record.path == path), None)

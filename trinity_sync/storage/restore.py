@@ -116,7 +116,7 @@ def load_states(
     world_size: int = 1,
     spool: JobSpool | None = None,
     manifest: Manifest | None = None,
-    besides: Collection[str] = (),
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the states that one rank submitted for a role at a committed step, by component.
 
@@ -130,16 +130,17 @@ def load_states(
             reads them from disk.
         manifest: manifest of the step, if it was checked; None reads it, and checks the sizes of
             all files of the step.
-        besides: components that are left out.
+        only: components to read; by default all.
 
     Raises:
         CommitError: the step is not committed, a file is not part of it or corrupted, a file that
             may be another user's contains more than tensors and plain values, or the role has no
             shards of this rank and world size.
+        ConfigError: the role has no such component at the step.
         FormatError: another release has committed the step.
     """
     own: Any = {"rank": rank, "world_size": world_size, "spool": spool, "manifest": manifest}
-    with open_states(root, step, role, **own, besides=besides, borrow=False) as states:
+    with open_states(root, step, role, **own, only=only, borrow=False) as states:
         return states
 
 
@@ -153,18 +154,19 @@ def open_states(
     world_size: int = 1,
     spool: JobSpool | None = None,
     manifest: Manifest | None = None,
+    only: Sequence[str] = (),
     besides: Collection[str] = (),
     borrow: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Yield what `load_states` returns, as views that are valid within the block.
 
-    They are borrowed as in `load_shards`.
+    They are borrowed as in `load_shards`; components ``besides`` are left out.
 
     Raises:
-        CommitError, FormatError: as `load_states`.
+        CommitError, ConfigError, FormatError: as `load_states`.
     """
     manifest = manifest or require_committed(root, step)
-    records = find_own_shards(root, manifest, role, rank, world_size)
+    records = find_own_shards(root, manifest, role, rank, world_size, only)
     paths = {name: record.path for name, record in records.items() if name not in besides}
     wanted = [*paths.values()]
     how: Any = {"spool": spool, "manifest": manifest, "borrow": wanted if borrow else ()}
@@ -177,14 +179,27 @@ def open_states(
 
 
 def find_own_shards(
-    root: str | Path, manifest: Manifest, role: str, rank: int, world_size: int
+    root: str | Path,
+    manifest: Manifest,
+    role: str,
+    rank: int,
+    world_size: int,
+    only: Sequence[str] = (),
 ) -> dict[str, FileRecord]:
     """Return the shards that a rank loads of a role at a step, by component.
 
     Raises:
-        CommitError: as `load_states`.
+        CommitError, ConfigError: as `load_states`.
     """
-    step, shards = manifest.step, [r for r in manifest.files if r.role == role and r.is_shard]
+    step, known = manifest.step, manifest.list_components(role)
+    wanted = {only} if isinstance(only, str) else {*only} or known
+    if known and (unknown := sorted(wanted - known)):
+        raise ConfigError(
+            f"step {step} in {root}, role {role}, has no component {', '.join(unknown)}: it has "
+            f"{', '.join(sorted(known))}"
+        )
+    of_role = (r for r in manifest.files if r.role == role and r.is_shard)
+    shards = [record for record in of_role if record.component in wanted]
     saved_by = _count_ranks(manifest, role, world_size)
     mine = {
         record.component: record

@@ -33,6 +33,7 @@ def fill_states(
     rank: int = 0,
     world_size: int = 1,
     spool: JobSpool | None = None,
+    only: Sequence[str] = (),
     run_together: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> dict[str, Any]:
     """Fill live states, by component, from a step, and return those of the step.
@@ -48,7 +49,7 @@ def fill_states(
     folder, shards = step_folder(root, manifest.step), list[_LiveShard]()
 
     def plan_all() -> None:
-        records = find_own_shards(root, manifest, role, rank, world_size)
+        records = find_own_shards(root, manifest, role, rank, world_size, only)
         if unknown := sorted(live.keys() - records.keys()):
             raise ConfigError(
                 f"step {manifest.step} in {root}, role {role}, has no component "

@@ -65,6 +65,8 @@ class Run(Record, format=RUN_FORMAT):
     """Step that the run started from; 0 for a fresh start."""
     resumed_run: Count = 0
     """Run that committed that step; 0 for a fresh start, and for a step that no run committed."""
+    left_out: tuple[str, ...] = ()
+    """Components of that step that it asked not to load, such as ``actor/optim``."""
 
     @property
     def is_fresh_start(self) -> bool:
@@ -113,6 +115,14 @@ def record_resume(root: str | Path, run: Run, step: int, resumed_run: int) -> Ru
     resumed = replace(run, resumed_from=step, resumed_run=resumed_run)
     replace_file(_folder(root) / f"{run.number}.json", encode_record(resumed))
     return resumed
+
+
+def record_left_out(root: str | Path, run: Run, names: Iterable[str]) -> Run:
+    """Add to what a run has left out of the step that it resumed from."""
+    path = _folder(root) / f"{run.number}.json"
+    told = replace(now := _read(path), left_out=tuple(sorted({*now.left_out, *names})))
+    replace_file(path, encode_record(told))
+    return told
 
 
 def list_runs(root: str | Path, *, after: int = -1) -> list[Run]:

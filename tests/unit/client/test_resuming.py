@@ -18,6 +18,7 @@ from tests.unit.conftest import Open
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.errors import CommitError, ConfigError, SaveError, SupersededError
 from trinity_sync.layout import KINDS, Kind, step_folder
+from trinity_sync.orchestration.report.steps import read_step
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage.discovery import read_step_state, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
@@ -317,3 +318,76 @@ def test_a_run_saves_its_steps_in_order(coordinator_of: Open, job: Job, kind: Ki
         saves.save(15, state(15), kind=kind, keep=2)
     assert saves.save(300, state(300), kind=kind).images == ()
     saves.save(301, state(301), kind=kind)
+
+
+def whole(step: int) -> dict[str, Any]:
+    return {**state(step), "optim": {"lr": 0.1}, "extra_state": {"rng": step}}
+
+
+@pytest.fixture
+def whole_step(coordinator_of: Open, job: Job) -> Path:
+    coordinator_of(run_key="first").save(40, whole(40))
+    job.commit(40, *whole(40))
+    for note in job.spool.folder.glob("*.kept"):
+        note.unlink()
+    return job.root
+
+
+@pytest.mark.parametrize("fills", [False, True], ids=["load", "load_into"])
+def test_a_resume_reads_the_components_that_it_asks_for_and_no_others(
+    whole_step: Path, coordinator_of: Open, fills: bool
+) -> None:
+    flip_a_byte(step_folder(whole_step, 40) / "actor/optim_world_size_1_rank_0.pt", -3)
+    second = coordinator_of(run_key="second")
+    live = {"w": torch.zeros(5000)}
+    parts = ("model", "extra_state")
+    given = {"model": live}
+    loaded = second.load_into(40, given, only=parts) if fills else second.load(40, only=parts)
+    assert sorted(loaded) == ["extra_state", "model"]
+    assert loaded["model"]["w"].unique() == 40
+    assert (loaded["model"]["w"] is live["w"]) == fills
+    assert [*Checkpoints(whole_step).load(40, only="model")] == ["model"]
+
+
+def test_the_record_of_a_run_says_what_it_left_out_of_each_role(
+    whole_step: Path, coordinator_of: Open, job: Job
+) -> None:
+    for _ in range(2):  # as of two processes of the run
+        second = coordinator_of(run_key="second")
+        second.load(40, only=("model",))
+    assert find_newest_run(whole_step).left_out == ("actor/extra_state", "actor/optim")
+    second.save(41, state(41))
+    job.commit(41, run=2)
+    expected = ("actor/extra_state", "actor/optim")
+    assert read_step(whole_step, 41).left_out == expected
+    assert read_step(whole_step, 40).left_out == ()
+    coordinator_of(run_key="third").load(40)
+    assert find_newest_run(whole_step).left_out == ()
+
+
+def test_a_component_that_a_step_lacks_is_refused_with_those_that_it_has(
+    whole_step: Path, coordinator_of: Open
+) -> None:
+    second = coordinator_of(run_key="second")
+    known = "no component modle: it has extra_state, model, optim"
+    for load in (second.load, Checkpoints(whole_step).load):
+        with pytest.raises(ConfigError, match=known):
+            load(40, only=("modle",))
+    with pytest.raises(ConfigError, match=known):
+        second.load_into(40, {}, only=("modle",))
+    assert find_newest_run(whole_step).number == 1
+
+
+def test_weights_that_all_ranks_have_alike_are_loaded_alone_by_any_number_of_ranks(
+    coordinator_of: Open, job: Job
+) -> None:
+    job.world_size = 2
+    for rank in (0, 1):
+        coordinator_of(rank=rank, world_size=2, run_key="first").save(
+            1, {**state(1), "optim": {"of": rank}}
+        )
+    job.commit(1, "model", "optim")
+    alone = Checkpoints(job.root)
+    with pytest.raises(CommitError, match="was saved by 2"):
+        alone.load(1)
+    assert alone.load(1, only="model")["model"]["w"].unique() == 1

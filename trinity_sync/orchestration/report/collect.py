@@ -210,7 +210,7 @@ def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:
         began_at = None
         with suppress(OSError):
             began_at = (root / PRIVATE_FOLDER / "runs" / f"{run.number}.json").stat().st_mtime
-        yield RunRow(run.number, run.resumed_from, began_at, tuple(sorted(nodes)))
+        yield RunRow(run.number, run.resumed_from, began_at, tuple(sorted(nodes)), run.left_out)
 
 
 def _measure_disk(root: Path, steps: Sequence[StepRow], quarantined: Sequence[Path]) -> Disk:

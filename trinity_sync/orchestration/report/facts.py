@@ -40,6 +40,8 @@ class StepRow:
     run: int | None = None
     """Number of the run that saved it; None if it has no readable manifest."""
     kinds: tuple[Kind, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Components that its run did not load of the step that it resumed from."""
     checkpoint_run: int = 0
     """Earlier run whose checkpoint the sync of ``run`` has left in place; 0 for none."""
     nbytes: int = 0
@@ -172,6 +174,8 @@ class RunRow:
     """When it started."""
     nodes: tuple[str, ...]
     """Nodes of its ranks, as far as their placement is recorded."""
+    left_out: tuple[str, ...] = ()
+    """Components of that step that it did not load, such as ``actor/optim``."""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,10 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
         )
         if found.manifest:
             row = add_manifest(row, found.manifest)
+            left_out = (run.left_out for run in known if run.number == row.run)
             row = replace(
                 row,
+                left_out=next(left_out, ()),
                 in_remote=is_replicated(root, found.manifest) if has_remote else None,
                 metrics=read_metrics(root, found.manifest.run, step),
             )
