@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -195,7 +195,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files: the stack's, so that it ends early; unit tests last, of which none is long.
+    """Order files: those of the stack, all others, and unit tests, of which none is long.
 
     ``FILES_SEED`` puts each group in another order.
     """
@@ -207,6 +207,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[FILES], config.stash[ENDING] = files, ExitStack()
     unit = Path(__file__).parent / "unit"
     items.sort(key=lambda item: (item.path not in files, item.path.is_relative_to(unit)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have one worker begin with the files of the stack, and the others with the last ones.
+
+    So there is one stack, and what waits for it leaves a core to what computes.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class FromBothEnds(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            if node is not self.nodes[0]:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+    return FromBothEnds(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -65,12 +65,17 @@ def kill_after_saves(process: subprocess.Popen[str], count: int) -> None:
 @pytest.mark.parametrize(
     ("command", "script", "last"),
     [
-        pytest.param(PYTHON, "pytorch/train.py", 300, id="pytorch"),
-        pytest.param(RANKS, "ddp/train.py", 200, id="ddp"),
         pytest.param(RANKS, "fsdp2/train.py", 150, id="fsdp2"),
-        pytest.param(PYTHON, "huggingface/train.py", 120, id="huggingface"),
-        pytest.param(PYTHON, "lightning/train.py", 200, id="lightning"),
-        pytest.param(["sh"], "verl/run_on_cpu.sh", 20, id="verl", marks=pytest.mark.slow),
+        *(
+            pytest.param(command, script, last, id=script.partition("/")[0], marks=pytest.mark.slow)
+            for command, script, last in [
+                (PYTHON, "pytorch/train.py", 300),
+                (RANKS, "ddp/train.py", 200),
+                (PYTHON, "huggingface/train.py", 120),
+                (PYTHON, "lightning/train.py", 200),
+                (["sh"], "verl/run_on_cpu.sh", 20),
+            ]
+        ),
     ],
 )
 def test_a_killed_example_resumes_and_ends_with_all_saves_committed(

@@ -15,18 +15,20 @@ PROGRAMS = "dcp_callers"
 def call(process: Call, tmp_path: Path, spool_folder: Path) -> Iterator[Call]:
     """Calls a program with a folder of its own, and ends its savers."""
     (out := tmp_path / "out").mkdir()
-    yield lambda program: process(program, out, spool_folder)
+    yield lambda program, *more: process(program, out, spool_folder, *more)
     end_savers(spool_folder)
 
 
+@pytest.mark.slow
 def test_accelerate_saves_and_loads_its_state_and_refuses_a_corrupted_one(call: Call) -> None:
     call("use_accelerate")
 
 
+@pytest.mark.parametrize("kind", ["prime_rl", pytest.param("slime", marks=pytest.mark.slow)])
 def test_callers_like_prime_rl_and_slime_load_bit_equal_with_the_switch_and_without(
-    call: Call,
+    call: Call, kind: str
 ) -> None:
-    call("save_and_load")
+    call("save_and_load", kind)
 
 
 def test_ranks_killed_after_async_save_leave_the_whole_checkpoint_in_its_folder(call: Call) -> None:

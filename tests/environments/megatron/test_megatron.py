@@ -169,7 +169,9 @@ def read(folder: str, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("tensor", [TENSOR_PARALLEL, DATA_PARALLEL])
+@pytest.mark.parametrize(
+    "tensor", [TENSOR_PARALLEL, pytest.param(DATA_PARALLEL, marks=pytest.mark.slow)]
+)
 def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
     run: Run, tmp_path: Path, tensor: int
 ) -> None:
@@ -190,13 +192,14 @@ PIPELINE = {"tensor": 1, "pipeline": 2}
 EXPERTS_ON = {n: {"tensor": 1, "expert": n, "experts": 4} for n in (1, 2, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         pytest.param(TENSOR, DATA, id="tensor-data"),
         pytest.param(DATA, TENSOR, id="data-tensor"),
-        pytest.param(PIPELINE, TENSOR, id="pipeline-tensor", marks=pytest.mark.slow),
-        pytest.param(TENSOR, PIPELINE, id="tensor-pipeline", marks=pytest.mark.slow),
+        pytest.param(PIPELINE, TENSOR, id="pipeline-tensor"),
+        pytest.param(TENSOR, PIPELINE, id="tensor-pipeline"),
     ],
 )
 def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
@@ -494,6 +497,7 @@ def resume_the_killed(root: Path) -> str:
         return str([trained.step(), trained.step()])
 
 
+@pytest.mark.slow
 def test_ranks_killed_after_a_save_resume_bit_for_bit_from_its_commit(
     run: Run, stack: StackState, stack_settings: Settings, tmp_path: Path
 ) -> None:
