@@ -201,26 +201,29 @@ def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProg
                 "changed. Export it again."
             )
         lock.require_held()
-        records = []
         # the index comes last, after the files that it names
-        for name in sorted(progress.files, key=lambda name: name.endswith(".json")):
-            path, known = f"{role}/{HUGGINGFACE}/{name}", progress.files[name]
-            make_folder((folder / path).parent)
-            move(progress.folder / name, folder / path)
-            sync_folder((folder / path).parent)
-            records.append(FileRecord(path, known.nbytes, known.digest, role, COMPONENT))
-        # files of an earlier export, sharded in another way
-        stale = [f for f in now.files if (f.role, f.component) == (role, COMPONENT)]
-        gone = {file.path for file in stale} - {record.path for record in records}
+        names = sorted(progress.files, key=lambda name: name.endswith(".json"))
+        records = [
+            FileRecord(f"{role}/{HUGGINGFACE}/{name}", each.nbytes, each.digest, role, COMPONENT)
+            for name, each in ((name, progress.files[name]) for name in names)
+        ]
+        stale = {f.path for f in now.files if (f.role, f.component) == (role, COMPONENT)}
         kept = replace(
             now,
-            files=tuple(file for file in now.files if file.path not in gone),
+            files=tuple(file for file in now.files if file.path not in stale),
             failed_exports=tuple(each for each in now.failed_exports if each != role),
         )
+        if any(now.find_file(each.path) not in (None, each) for each in records):
+            write_manifest(root, kept)  # no file that it names may change
+        for name, record in zip(names, records, strict=True):
+            path = folder / record.path
+            make_folder(path.parent)
+            move(progress.folder / name, path)
+            sync_folder(path.parent)
         lock.require_held()
         write_manifest(root, kept.merge(replace(kept, files=tuple(records), callables=())))
-        for path in gone:
-            remove_file(folder / path)
+        for each in stale.difference(record.path for record in records):
+            remove_file(folder / each)
 
 
 def _make_result(folder: Path, progress: ExportProgress) -> ExportResult:

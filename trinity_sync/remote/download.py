@@ -21,6 +21,7 @@ from trinity_sync.fs.atomic import (
     remove_file,
     revalidate_folder,
     sync_folder,
+    walk_files,
 )
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, digest_cached_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
@@ -172,6 +173,9 @@ def _download(
 
 
 def _commit(root: Path, manifest: Manifest, folder: Path, replace: bool) -> None:
+    named = {folder / record.path for record in manifest.files}
+    for path in [each for each in walk_files(folder) if each not in named]:
+        remove_file(path)  # of an interrupted download of another commit
     write_manifest_into(folder, manifest)
     target = step_folder(root, manifest.step)
     with acquire_commit_lock(root) as lock:

@@ -227,6 +227,14 @@ class Remote:
         with self._translate_errors(f"remove step {step} from"):
             self._remove_folder(self._path(step, ""))
 
+    def remove_others(self, manifest: Manifest) -> None:
+        """Remove what another commit of a step, which has no manifest here now, has left there."""
+        named = {record.path for record in manifest.files}
+        for path in self.list_file_sizes(manifest.step):
+            if path not in named and path != MANIFEST and not path.startswith(f"{UPLOADED}/"):
+                with self._translate_errors(f"remove {path} of step {manifest.step} from"):
+                    self._fs.rm_file(self._path(manifest.step, path))
+
     def remove_manifest(self, step: int) -> None:
         """Remove the manifest of a step."""
         path = self._path(step, MANIFEST)

@@ -117,6 +117,8 @@ def replicate(
         with ThreadPoolExecutor(parallel, "replicate") as pool:
             uploads = pool.map(upload, group_equal(missing))
             sent = [nbytes for each in uploads for nbytes in each]  # an error cancels what is left
+        if before is None:
+            remote.remove_others(manifest)
         _commit(remote, before, manifest)
         if missing:
             remote.remove_upload_records(step)
@@ -172,7 +174,8 @@ def _list_missing(remote: Remote, manifest: Manifest) -> tuple[Manifest | None, 
         or known.digest != record.digest
         or sizes.get(record.path) != record.nbytes
     ]
-    if any(there.find_file(record.path) for record in missing):
+    gone = {each.path for each in there.files} - {each.path for each in manifest.files}
+    if gone or any(there.find_file(record.path) for record in missing):
         remote.remove_manifest(step)  # a manifest must never be next to other files
         there = None
     return there, missing

@@ -1,11 +1,13 @@
 """Shards of a committed step, written as a Hugging Face model."""
 
 import ctypes
+import itertools
 import json
 import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, T5Config
 
 from tests.support.disk import flip_a_byte
+from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.models import configure, tiny
@@ -260,6 +263,23 @@ def test_a_killed_export_resumes(job: Job, commit: Commit, tmp_path: Path) -> No
     assert (tmp_path / "out" / left[0].name).stat().st_ino == kept
     assert same(weights(tmp_path / "out"), model.state_dict())
     assert not (tmp_path / ".out.partial").exists()
+
+
+def test_whenever_a_second_export_is_killed_the_step_is_valid_and_can_be_exported(
+    job: Job, model: Any, tmp_path: Path
+) -> None:
+    files = step_folder(job.root, 1) / "actor/huggingface"
+    for die_before in itertools.count(1):
+        export_step(job.root, 1, max_shard_bytes=12_000)
+        again = partial(export_step, job.root, 1, max_shard_bytes=16_000)
+        died = in_a_process(again, tmp_path, die_before=die_before)
+        require_committed(job.root, 1)
+        verdicts = judge_steps(check_files(choose_files(job.root, step=1)))
+        assert [each.state for each in verdicts] == ["valid"]
+        export_step(job.root, 1, max_shard_bytes=16_000)
+        assert same(weights(files), model.state_dict())
+        if died != die_before:
+            break
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
 from trinity_sync.layout import MANIFEST
 from trinity_sync.pipeline.save import replicate_step
+from trinity_sync.remote import download
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import RemoteSteps, prune_remote
 from trinity_sync.remote.remote_root import UPLOADED, Remote
@@ -256,6 +257,27 @@ def test_a_step_that_a_later_run_committed_again_replaces_the_old_copy(
     again = load_states(tmp_path / "back", 4, "actor")["model"]["w"]
     assert torch.equal(again, state(-4)["w"])
     assert open_run(tmp_path / "back", "resumed", 4).number == 3
+
+
+def test_a_copy_has_no_file_that_an_earlier_commit_of_the_step_had(
+    job: Job, any_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks, attachments, an export: what reads a folder takes files by their names."""
+    back = tmp_path / "back"
+    for run, components in ((1, ("model", "optim")), (2, ("model",))):
+        open_run(job.root, str(run), 0)
+        job.stage(4, dict.fromkeys(components, state(run)), run=run)
+        manifest = job.commit(4, *components, run=run)
+        replicate(job.root, any_url, 4)
+        if run == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(download, "sync_folders", lambda *_: 1 / 0)  # it dies there
+                with pytest.raises(ZeroDivisionError):
+                    fetch(any_url, 4, back)
+    assert {*Remote(any_url).list_file_sizes(4)} == {file_of(4), MANIFEST}
+    fetch(any_url, 4, back)
+    found = {each.relative_to(back).as_posix() for each in back.glob("global_step_4/actor/*")}
+    assert found == {f"global_step_4/{each.path}" for each in manifest.files}
 
 
 def test_a_copy_that_is_replaced_is_not_committed_meanwhile(
