@@ -31,12 +31,12 @@ from trinity_sync.adapter import (
     lease_on_rank_0,
     load_states,
     open_on_all_ranks,
-    read_manifest,
     run_on_all_ranks,
 )
 from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.snapshot.stager import ATTACHMENTS
+from trinity_sync.storage.discovery import is_valid
 from trinity_sync.storage.pins import BEST, find_pinned_best, list_best, pin_ahead, unpin
 from trinity_sync.storage.restore import load_shards
 
@@ -165,7 +165,7 @@ class TrainerSaves:
 
         def unpin_others() -> bool:
             try:
-                if not read_manifest(self.root, step, ranks=()):
+                if not is_valid(self.root, step):
                     return False
                 for each in list_best(self.root):
                     if each != step:
@@ -183,11 +183,9 @@ class TrainerSaves:
             self._best_is_alone = self.run_on_rank_0(unpin_others)
 
     def find_best(self, step: int) -> int | None:
-        """Return the best step if it is committed, otherwise the newest that is pinned as best."""
+        """Return the best step if it is valid, otherwise the newest that is pinned as best."""
         return self.run_on_rank_0(
-            lambda: (
-                step if read_manifest(self.root, step, ranks=()) else find_pinned_best(self.root)
-            )
+            lambda: step if is_valid(self.root, step) else find_pinned_best(self.root)
         )
 
     def wait_all(self) -> None:

@@ -97,6 +97,11 @@ def read_step_state(
     return read_manifest_state(root, manifest, runs, paths=paths)
 
 
+def is_valid(root: str | Path, step: int) -> bool:
+    """Return whether a step is committed, and no run has superseded it; raises as above."""
+    return read_step_state(root, step, paths=()).state == "valid"
+
+
 def read_manifest_state(
     root: str | Path,
     manifest: Manifest,

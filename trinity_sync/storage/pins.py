@@ -32,6 +32,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, check_name, check_number, parse_number
 from trinity_sync.storage.discovery import (
+    is_valid,
     iter_newest_first,
     list_newest_first,
     require_committed,
@@ -187,9 +188,8 @@ def list_best(root: str | Path) -> list[int]:
 
 
 def find_pinned_best(root: str | Path) -> int | None:
-    """Return the newest committed step that a trainer has pinned as its best."""
-    found = (each for each in list_best(root) if read_manifest(root, each, ranks=()))
-    return max(found, default=None)
+    """Return the newest valid step that a trainer has pinned as its best."""
+    return max((each for each in list_best(root) if is_valid(root, each)), default=None)
 
 
 def resolve_step(root: str | Path, step: int | str) -> int:

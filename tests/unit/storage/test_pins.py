@@ -7,10 +7,14 @@ import torch
 
 from tests.support.job import Job
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.integrations.trainer_saves import TrainerSaves
 from trinity_sync.storage.pins import (
+    BEST,
+    list_best,
     list_pins,
     list_steps_in_use,
     pin,
+    pin_ahead,
     resolve_step,
     tag,
     unpin,
@@ -52,6 +56,20 @@ def test_a_tag_does_not_name_the_step_that_another_run_has_put_in_place_of_its_o
         resolve_step(committed.root, "best")
     tag(committed.root, 4, "best")
     assert resolve_step(committed.root, "best") == 4
+
+
+def test_the_best_step_is_not_one_of_its_number_that_a_later_run_has_superseded(
+    committed: Job,
+) -> None:
+    pin_ahead(committed.root, 2, BEST)
+    for key, resumed_from in (("first", 0), ("second", 3)):
+        open_run(committed.root, key, resumed_from)
+    committed.commit_states(2, {"model": {"w": torch.ones(3)}})
+    pin_ahead(committed.root, 4, BEST)  # as run 2 did, whose save of it failed
+    saves = TrainerSaves(committed.root)
+    assert resolve_step(committed.root, "best") == saves.find_best(4) == 2
+    saves.keep_best(4)
+    assert list_best(committed.root) == [2, 4]
 
 
 def test_a_tag_moves_to_another_step_by_force_only(committed: Job) -> None:
