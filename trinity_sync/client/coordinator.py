@@ -328,11 +328,7 @@ class CheckpointCoordinator(Collaborators):
         step = self._loader.resolve(step)
         live = {name: get_live_state(each) for name, each in given.items()}
         self.check_resume(step)
-        loaded = self._loader.load(step, role, only, live)
-        for name, each in live.items():
-            if hasattr(each, "load_state_dict"):
-                each.load_state_dict(loaded[name])
-        return loaded
+        return self._loader.load(step, role, only, live)
 
     def open(
         self, step: int | str, *, role: str = "actor"

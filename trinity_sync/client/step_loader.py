@@ -116,6 +116,7 @@ class StepLoader:
                 others = together(lambda: opened.enter_context(rest))
                 adopt_meshes(others, live)
                 states = filled | others
+                together(lambda: _restore(live, states))
                 left_out = manifest.list_components(role) - states.keys() if only else ()
                 # from here on, retention spares the step for this run
                 self.begin_at(step, [f"{role}/{name}" for name in left_out])
@@ -199,3 +200,10 @@ class StepLoader:
                 self.begin_commits()
             begun = True
             time.sleep(next(pauses))
+
+
+def _restore(live: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Give objects that have a method for it their states."""
+    for name, each in live.items():
+        if hasattr(each, "load_state_dict"):
+            each.load_state_dict(states[name])

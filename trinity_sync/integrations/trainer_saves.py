@@ -13,6 +13,7 @@ All else is small files, such as the RNG states of each rank, which are attached
 import logging
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ from trinity_sync.adapter import (
 )
 from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.integrations.dcp import DcpSaver
+from trinity_sync.saves.journal import PATIENCE_S
+from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.discovery import is_valid
 from trinity_sync.storage.pins import BEST, find_pinned_best, list_best, pin_ahead, unpin
@@ -193,14 +196,25 @@ class TrainerSaves:
 
         Raises:
             SaveFailedError: a save failed.
+            SaveTimeoutError: the root has been away for ten minutes.
         """
+        here_at = time.monotonic()
 
         def wait() -> bool:
-            with suppress(SaveTimeoutError):
+            nonlocal here_at
+            try:
                 if self._coordinator:
                     self._coordinator.wait_all(None if self.world_size == 1 else WAIT_S)
-                return True
-            return False
+            except SaveTimeoutError:
+                now = time.monotonic()
+                away = self._coordinator and explain_away(
+                    self.root, self._coordinator.spool.folder.name
+                )
+                here_at = here_at if away else now
+                if self.world_size == 1 or now >= here_at + PATIENCE_S:
+                    raise
+                return False
+            return True
 
         while not all(self._gather(self.run_on_all_ranks(wait))):
             pass

@@ -48,7 +48,7 @@ PATIENCE_S = 600.0
 """Seconds for which an end is written again, such as while the disk is full or the root is away."""
 _PAUSE_S = 2.0
 _REMEMBERED = 4096
-"""Number of saves that a reader keeps."""
+"""Number of saves that a reader keeps; it forgets the completed ones first."""
 
 SaveState = Literal["pending", "left", "failed", "completed"]
 """Left: the stack cannot do the save, for a fault of its own, and leaves it to the saver."""
@@ -236,8 +236,9 @@ class Journal:
         for entry in decode_lines(Entry, lines):
             known = self._entries.pop(entry.key, entry)
             self._entries[entry.key] = max(known, entry, key=lambda each: each.rank)
-            if len(self._entries) > _REMEMBERED:
-                del self._entries[next(iter(self._entries))]
+            if len(self._entries) > _REMEMBERED:  # those of other runs, which are read by name
+                ended = (key for key, each in self._entries.items() if each.state == "completed")
+                del self._entries[next(ended, next(iter(self._entries)))]
 
 
 def read_entry(request: SaveRequest) -> Entry | None:

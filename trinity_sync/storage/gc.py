@@ -53,6 +53,7 @@ from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_late
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.quarantine import clear_replaced_step, fetching_folder, replacing_folder
+from trinity_sync.storage.save import read_change_time
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,7 @@ def remove_temporaries(
     for step, path in [(step, path) for step, path in found if _is_temporary(path)]:
         image = parse_image_name(path.name)
         with suppress(FileNotFoundError):
-            found = path.lstat()  # a second name of a committed file is younger than its content
-            changed_at = found.st_ctime if found.st_nlink > 1 else found.st_mtime
-            if changed_at >= before or image in images:
+            if read_change_time(path) >= before or image in images:
                 continue
             name = path.relative_to(root).as_posix()
             if busy is None:

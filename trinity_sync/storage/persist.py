@@ -269,11 +269,15 @@ def _write_one(
 
 
 def _map_earlier_files(save: SaveId, ranks: Collection[int]) -> EarlierFiles:
-    """Map the files of ranks in the newest commits before a save; a newer one's come first."""
+    """Map the files of ranks in the newest checkpoint before one; no function writes into either.
+
+    A sync's files may be opened by functions of the user, which know their names.
+    """
+    before = list_commits_before(save, ranks) if save.kind == "checkpoint" else []
     return {
-        record.path: (step_folder(save.root, before.step) / record.path, record)
-        for before in reversed(list_commits_before(save, ranks))
-        for record in before.files
+        record.path: (step_folder(save.root, each.step) / record.path, record)
+        for each in [each for each in before if each.serves("checkpoint")][:1]
+        for record in each.files
     }
 
 

@@ -80,10 +80,15 @@ def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
     folder = step_folder(root, step)
     for path in walk_files(folder, f".*{TEMPORARY_SUFFIX}"):
         with suppress(FileNotFoundError):  # renamed or removed meanwhile
-            changed_at = path.lstat().st_mtime if path.parent != folder else -math.inf
+            changed_at = read_change_time(path) if path.parent != folder else -math.inf
             if changed_at > read_file_system_time(root) - within_s:
                 return True
     return False
+
+
+def read_change_time(path: Path) -> float:
+    """Return when a file was written, or got its name as another one of an older file."""
+    return path.lstat().st_ctime
 
 
 def mark_failed(spool: JobSpool, save: SaveId, reason: str, *, limit_s: float = math.inf) -> None:

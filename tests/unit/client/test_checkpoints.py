@@ -200,9 +200,9 @@ def test_objects_that_have_a_state_are_saved_and_filled_as_components(
 class Packed(nn.Module):
     """Its state is a copy, as that of FSDP1 and of quantized modules."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: float, size: int = 4) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((4,), float(value)))
+        self.weight = nn.Parameter(torch.full((size,), float(value)))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight.detach().clone()
@@ -240,6 +240,16 @@ def test_a_module_whose_state_is_not_its_tensors_gets_it_by_its_own_method(
     if kind is Packed:
         second.load_into(3, {"model": kind(0).state_dict()})
         assert "pass the module" in caplog.text
+
+
+def test_a_run_begins_at_no_step_that_an_object_has_refused(job: Job, coordinator_of: Open) -> None:
+    first, second = coordinator_of(), coordinator_of(run_key="second")
+    for step, module in ((3, nn.Linear(3, 2)), (4, Packed(4))):
+        first.save(step, {"model": module})
+        job.commit(step)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        second.load_into(4, {"model": Packed(1, size=5)})
+    second.load(3)  # a run that had begun at step 4 would refuse it
 
 
 def test_metrics_of_a_save_are_those_of_its_step(job: Job, coordinator_of: Open) -> None:

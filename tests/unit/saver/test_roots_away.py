@@ -15,8 +15,10 @@ from tests.support.job import Job
 from tests.support.savers import await_reaching, await_that, savers_of, suspend_saver
 from tests.unit.saver.conftest import Make
 from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.client import commit_watcher
 from trinity_sync.errors import RootAwayError, SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_record
+from trinity_sync.integrations.trainer_saves import TrainerSaves
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.pipeline.order import COMMIT
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
@@ -55,6 +57,25 @@ def test_containers_with_one_spool_have_savers_of_their_own_that_see_their_roots
         assert (tmp_path / name / "global_step_1/manifest.json").exists()
     assert len(savers_of(settings.spool)) == 2
     assert [each.communicate("\n") and each.returncode for each in started] == [0, 0]
+
+
+def test_a_trainer_that_waits_for_its_saves_is_told_that_its_root_stays_away(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings.to_variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(commit_watcher, "PATIENCE_S", 0.1)
+    saves, state = TrainerSaves(tmp_path / "ckpts"), {"model": {"w": torch.ones(3)}}
+    saves.save(1, lambda: (state, {}))
+    saves.wait_all()
+    (tmp_path / "ckpts").rename(tmp_path / "moved")
+    saves.save(2, lambda: (state, {}))
+    with pytest.raises(SaveTimeoutError, match="not mounted here"):
+        saves.wait_all()
+    (tmp_path / "moved").rename(tmp_path / "ckpts")
+    monkeypatch.undo()
+    saves.wait_all()
+    saves.close()
 
 
 def take_away(root: Path, how: str) -> Path:

@@ -18,6 +18,7 @@ from tests.support.job import Job
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.saves import journal as journals
 from trinity_sync.saves.journal import KEEP_S, Entry, Journal, SaveState, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
@@ -333,6 +334,18 @@ def test_of_a_save_that_was_taken_over_what_its_earlier_owner_tells_counts_no_lo
     tell(request, "pending", start=2)
     journal.read()
     assert not journal.list_failures()
+
+
+def test_of_more_saves_than_a_reader_keeps_it_forgets_those_that_are_committed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "_REMEMBERED", 4)
+    tell(request_of(job, run=10), "failed")  # its file is read before that of run 2
+    for step in range(6):
+        tell(request_of(job, step, run=2), "completed")
+    journal = Journal(job.root)
+    journal.read()
+    assert [(each.run, each.step) for each in journal.list_failures()] == [(10, 4)]
 
 
 def test_a_text_in_the_journal_leaves_a_save_to_what_has_begun_it_or_to_the_saver(

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.gc import remove_temporaries
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.save import is_being_written
 
 NUMBERS = WORTHWHILE // 2
 REFERENCE = "actor/model_world_size_1_rank_0.pt"
@@ -79,6 +81,16 @@ def test_one_that_other_users_can_write_is_not_shared(job: Job) -> None:
     assert save(job, 2).stat().st_ino != first.stat().st_ino
 
 
+@pytest.mark.parametrize("first", ["checkpoint", "state_dict"])
+def test_no_file_that_a_function_of_a_sync_may_open_is_shared(job: Job, first: Any) -> None:
+    second = "state_dict" if first == "checkpoint" else "checkpoint"
+    files = []
+    for step, kind in ((1, first), (2, second)):
+        job.commit_states(step, {"model": {"w": torch.ones(NUMBERS)}}, kind=kind)
+        files.append(step_folder(job.root, step) / REFERENCE)
+    assert not files[0].samefile(files[1])
+
+
 def test_without_hard_links_it_is_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "no links here")
@@ -94,5 +106,6 @@ def test_its_new_name_is_not_old_for_who_removes_what_saves_have_left(job: Job) 
     job.stage(2, {"model": {"w": torch.ones(NUMBERS)}})
     (written,) = job.persist(2)
     assert old.samefile(written.temporary)
+    assert is_being_written(job.root, 2, within_s=60)
     assert not [*remove_temporaries(job.root, images=(), busy=(), before=1.1e9)]
     assert Path(written.temporary).exists()
