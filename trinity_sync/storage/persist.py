@@ -23,6 +23,7 @@ import math
 import mmap
 import os
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -302,13 +303,18 @@ def _link_unchanged(
                 for at in range(0, nbytes, max(nbytes // SAMPLES, SAMPLED)):
                     if os.pread(fd, SAMPLED, at) != content[at : at + SAMPLED]:
                         return None
-            if not digest_bytes(content) == record.digest == digest_file(path, nbytes):
+            if digest_bytes(content) != record.digest:
                 return None
             os.link(path, temporary, follow_symlinks=False)
+            # other nodes see by the time of its change that the save goes on
+            touch = partial(temporary.chmod, stat.S_IMODE(found.st_mode))
+            if digest_file(temporary, nbytes, lambda _: touch()) == record.digest:
+                sync_folder(temporary.parent)
+                return record.digest, record.health
     except OSError:  # it is removed meanwhile, cannot be read, or can have no other name
-        return None
-    sync_folder(temporary.parent)
-    return record.digest, record.health
+        pass
+    temporary.unlink(missing_ok=True)
+    return None
 
 
 def _write_content(
