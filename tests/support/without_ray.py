@@ -1,16 +1,22 @@
-"""A reader without Ray and Prefect, in a process: ``python -m tests.support.without_ray ROOT``.
+"""A reader without Ray and Prefect, in a process.
 
 For each line that it is sent it waits for a newer version, loads it, and says what it has.
 """
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from tests.support.forked import Program
 
 REFUSED = ("ray", "prefect")
+FOLLOW = """
+import sys
+from tests.support.without_ray import follow
+follow(sys.argv[1])
+"""
 
 
 def follow(root: str) -> None:
@@ -50,18 +56,10 @@ class Follower:
 @contextmanager
 def follower(root: Path, environment: dict[str, str]) -> Iterator[Follower]:
     """A reader of the job at ``root`` in a process of its own, until the end of the block."""
-    command = [sys.executable, "-m", "tests.support.without_ray", str(root)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        assert process.stdin
-        assert process.stdout
-        try:
-            yield Follower(process.stdin, process.stdout)
-            process.stdin.close()
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-
-
-if __name__ == "__main__":
-    follow(sys.argv[1])
+    process = Program(FOLLOW, root, env=environment, talks=True)
+    try:
+        yield Follower(process.stdin, process.stdout)
+        process.stdin.close()
+        process.end()
+    finally:
+        process.clear()

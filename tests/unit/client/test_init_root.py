@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.checkpoints import Checkpoints
@@ -73,13 +74,14 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     (own / "loop").symlink_to(own / "loop")  # on rank 0's disk alone
     roots = [str(shared), str(own), "/proc/none", "s3://bucket/job", str(own / "loop")]
     given = [str(path) for path in (tmp_path / "meeting", spool_folder, waits_for)]
-    each = [
-        [sys.executable, "-c", RANK, str(rank), *given, *roots, str(named), str(slow)]
+    first, second = (
+        [str(rank), *given, *roots, str(named), str(slow)]
         for rank, named in enumerate([shared, tmp_path / "elsewhere"])  # as a relative path may
-    ]
-    each[1] = [*alone, f'mount -t tmpfs none {own} && exec "$@"', "sh", *each[1]]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in each]
-    one, other = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
+    )
+    command = [*alone, f'mount -t tmpfs none {own} && exec "$@"', "sh", sys.executable, "-c", RANK]
+    with subprocess.Popen([*command, *second], stdout=subprocess.PIPE, text=True) as rank_1:
+        one = json.loads(Program(RANK, *first).end())
+        other = json.loads(rank_1.communicate(timeout=120)[0])
     assert one == other
     assert one[0] == ["CheckpointCoordinator", ["node-0", "node-1"]]
     kind, why = one[1]

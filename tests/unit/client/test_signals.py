@@ -1,7 +1,7 @@
 """Which signals a coordinator takes for itself, and for how long."""
 
+import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ import torch
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.waiting import until
 from tests.unit.conftest import Open
@@ -142,19 +143,15 @@ def test_an_interrupted_end_says_what_is_in_memory_and_does_not_wait_for_a_serve
     job: Job, tmp_path: Path
 ) -> None:
     spool = str(job.spool.folder.parent)
-    with (
-        environment({"TRINITY_SYNC_SPOOL": spool, "TRINITY_SYNC_HOME": str(tmp_path / "home")}),
-        subprocess.Popen(
-            [sys.executable, "-c", WAITS, str(job.root)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as training,
-    ):
-        assert training.stdout
+    with environment({"TRINITY_SYNC_SPOOL": spool, "TRINITY_SYNC_HOME": str(tmp_path / "home")}):
+        training = Program(WAITS, job.root, talks=True)
+    try:
         assert training.stdout.readline() == "saved\n"
-        training.send_signal(signal.SIGINT)
-        said = training.communicate(timeout=CLOSE_S - 1)[1]
+        os.kill(training.pid, signal.SIGINT)
+        training.end(1, timeout=CLOSE_S - 1)
+        said = training.stderr.read()
+    finally:
+        training.clear()
     assert "save actor step 1, save actor step 2" in said
     assert f"trinity-sync runs {job.root}" in said
     assert {sealed.ticket.step for sealed in job.spool.tickets()[0]} == {1, 2}

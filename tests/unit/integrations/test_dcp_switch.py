@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.support.forked import Program
 from tests.support.savers import end_savers
 from trinity_sync import CheckpointCoordinator, Settings
 
@@ -55,11 +56,15 @@ def run(folder: Path, variables: dict[str, str], *named: str) -> subprocess.Comp
     )
 
 
-def run_code(
-    code: str, folder: Path, variables: dict[str, str], *more: Path
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, (folder, *more))]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+def run_code(code: str, folder: Path, variables: dict[str, str], *more: Path) -> tuple[str, str]:
+    """Run a program to its end; return what it has printed, and its log."""
+    program = Program(code, folder, *more, env=variables, talks=True)
+    try:
+        said = program.stdout.read(), program.stderr.read()
+        program.end()
+    finally:
+        program.clear()
+    return said
 
 
 @pytest.mark.parametrize("named", [["program.py"], ["-m", "program"]])
@@ -105,9 +110,8 @@ def test_a_second_program_with_the_root_and_a_forked_child_save_by_dcp(
     settings = Settings(spool=spool_folder, home=tmp_path / "home")
     with CheckpointCoordinator(tmp_path / "saves", settings=settings) as first:
         first.begin()
-        done = run_code(SECOND, tmp_path, variables)
-    assert done.returncode == 0, done.stderr
-    assert "what this process saves is saved by DCP" in done.stderr
+        _, log = run_code(SECOND, tmp_path, variables)
+    assert "what this process saves is saved by DCP" in log
     for name in ("critic", "evaluation"):
         found = {"w": torch.zeros(3)}
         dcp.load(found, checkpoint_id=tmp_path / name, no_dist=True)
@@ -135,8 +139,8 @@ print(state["w"].tolist())
 def test_a_folder_is_loaded_as_the_newest_save_to_it_also_if_that_is_of_dcp_itself(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    done = run_code(OTHER_SAVES, tmp_path, variables)
-    assert done.stdout.splitlines() == ["[2.0, 2.0, 2.0]", "[3.0, 3.0, 3.0]"], done.stderr
+    said, log = run_code(OTHER_SAVES, tmp_path, variables)
+    assert said.splitlines() == ["[2.0, 2.0, 2.0]", "[3.0, 3.0, 3.0]"], log
 
 
 WITH_OWN_PLANNER = """
@@ -174,9 +178,8 @@ assert read_newest() == committed
 def test_a_save_that_remains_that_of_dcp_does_not_write_into_a_committed_step(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    done = run_code(WITH_OWN_PLANNER, tmp_path, variables)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"[-{n}.0, -{n}.0, -{n}.0]" for n in (1, 2)]
+    said, log = run_code(WITH_OWN_PLANNER, tmp_path, variables)
+    assert said.splitlines() == [f"[-{n}.0, -{n}.0, -{n}.0]" for n in (1, 2)], log
 
 
 UNKNOWN_OPTION = """
@@ -194,9 +197,9 @@ for call in dcp.save, dcp.async_save:
 def test_a_call_with_an_option_that_is_not_known_remains_that_of_dcp(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    done = run_code(UNKNOWN_OPTION, tmp_path, variables)
+    said, log = run_code(UNKNOWN_OPTION, tmp_path, variables)
     unexpected = "() got an unexpected keyword argument 'of_later'"
-    assert done.stdout.splitlines() == ["save" + unexpected, "async_save" + unexpected], done.stderr
+    assert said.splitlines() == ["save" + unexpected, "async_save" + unexpected], log
     assert not (tmp_path / "step_1").exists()
 
 
@@ -225,8 +228,8 @@ def test_what_remains_to_dcp_is_logged_once_for_each_reason(
     tmp_path: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     outside = tmp_path_factory.mktemp("outside")
-    done = run_code(LEFT_TO_DCP, tmp_path, variables, outside)
-    told = [line for line in done.stderr.splitlines() if line.startswith("DCP itself saves")]
+    _, log = run_code(LEFT_TO_DCP, tmp_path, variables, outside)
+    told = [line for line in log.splitlines() if line.startswith("DCP itself saves")]
     why = ["with no_dist", "with a planner of another class", "with another thread"]
     why.insert(2, f"to {outside}, which is not next to {tmp_path / 'saves'}")
-    assert told == [f"DCP itself saves what is saved {each}" for each in why], done.stderr
+    assert told == [f"DCP itself saves what is saved {each}" for each in why], log

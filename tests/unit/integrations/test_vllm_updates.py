@@ -8,7 +8,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 from tests.support.answers import serving
+from tests.support.forked import Program
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightReader, WeightSyncError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.integrations.vllm import VLLMUpdater
@@ -240,7 +240,7 @@ def test_an_update_that_a_killed_updater_left_open_is_ended(
     script = "import sys; from trinity_sync.integrations.vllm import VLLMUpdater as Updater; "
     script += "Updater(*sys.argv[1:]).update()"
     publish(saves, 1)
-    killed = subprocess.Popen([sys.executable, "-c", script, url, str(root)])
+    killed = Program(script, url, root)
 
     def kill() -> None:
         engine.before_loading = lambda: None
@@ -248,7 +248,7 @@ def test_an_update_that_a_killed_updater_left_open_is_ended(
         killed.wait()
 
     engine.before_loading = kill
-    assert killed.wait() == -signal.SIGKILL
+    killed.end(-signal.SIGKILL)
     publish(saves, 2)
     with VLLMUpdater(url, root) as updater:
         assert updater.update() == updater.get_served_step() == 2

@@ -5,7 +5,6 @@ import json
 import logging
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.answers import serving
+from tests.support.forked import Program
 from tests.support.job import Job, find_orphaned_saves
 from tests.support.savers import await_that, end_savers, savers_of
 from tests.unit.conftest import Open
@@ -92,8 +92,7 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
         """
     )
     job.stage(step, {"model": {"w": torch.ones(10)}})
-    died = subprocess.run([sys.executable, "-c", script], check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(script).end(-signal.SIGKILL)
     assert read_manifest(job.root, step) is not None
 
 
@@ -210,8 +209,7 @@ def save_by_a_function_and_die(job: Job, spool: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    died = subprocess.run([sys.executable, "-c", script], check=False)
-    assert died.returncode == -signal.SIGKILL
+    Program(script).end(-signal.SIGKILL)
 
 
 def commit_functions(request: SaveRequest) -> None:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from tests.conftest import environment
 from tests.support.answers import server
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from trinity_sync.catalog import open_catalog
@@ -97,7 +98,7 @@ def test_what_a_program_lets_torch_load_stays_allowed_after_a_load(tmp_path: Pat
     path = tmp_path / "arrays.pt"
     torch.save({"a": np.ones(3), "seed": np.float64(1)}, path)
     of_others(path)
-    subprocess.run([sys.executable, "-c", ALLOWS, str(path)], check=True)
+    Program(ALLOWS, path).end()
 
 
 def shards(job: Job) -> list[Path]:

@@ -1,7 +1,5 @@
 """Overlapped staging: training goes on at once, and no torn image is ever sealed."""
 
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.unit.snapshot.test_image import SPECIAL, records_in, saved
 from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import ImageError
@@ -246,12 +245,6 @@ def test_a_later_save_of_what_cannot_be_pickled_does_not_stop_the_training(
     assert saves.submitted == [2, 4]
 
 
-def crashes(script: str, folder: Path) -> int:
-    """Exit status of a process of its own, whose memory may go."""
-    arguments = [sys.executable, "-c", textwrap.dedent(script), str(folder)]
-    return subprocess.run(arguments, cwd=Path(__file__).parents[3], check=False).returncode
-
-
 def test_memory_that_is_freed_while_it_is_copied_costs_the_save_and_not_the_trainer(
     tmp_path: Path,
 ) -> None:
@@ -279,7 +272,7 @@ def test_memory_that_is_freed_while_it_is_copied_costs_the_save_and_not_the_trai
             sys.exit(0 if "freed while it was copied" in str(error) else 2)
         sys.exit(3)
     """
-    assert crashes(script, tmp_path) == 0
+    Program(textwrap.dedent(script), tmp_path).end()
 
 
 @pytest.mark.parametrize(("value", "nbytes"), [(1, 0), (0, 4 * BIG), (1, 64 << 20)])
@@ -305,7 +298,7 @@ def test_memory_that_is_freed_or_resized_too_early_is_named(
             saves.states.close()
         sys.exit(3)
     """
-    assert crashes(script, tmp_path) == 0
+    Program(textwrap.dedent(script), tmp_path).end()
 
 
 def test_the_check_finds_changes_that_pytorch_does_not_count(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 import ast
 import resource
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +13,7 @@ import torch
 import trinity_sync
 from tests.support.disk import count_read, drop_cached
 from tests.support.dying import end_of
+from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync.client.collective import open_on_all_ranks
 from trinity_sync.errors import CommitError
@@ -120,20 +118,15 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next(
     job: Job, step: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restore, "_NEW_S", -1.0)
-    command = [sys.executable, "-c", KILLED, tempfile.gettempdir(), str(job.root)]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other,
-        OpenFiles(job.root, step) as files,
-    ):
-        assert other.stdout
+    other = Program(KILLED, tempfile.gettempdir(), job.root, talks=True)
+    with OpenFiles(job.root, step) as files:
         theirs = Path(other.stdout.readline().strip())
         try:
             files.open(step.files, unpickled=False)
             ours = files.make_folder("one", {"file": PATH})
             assert theirs.exists()
         finally:
-            other.send_signal(signal.SIGKILL)
-            other.wait()
+            other.clear()
         files.make_folder("two", {"file": PATH})
         assert not theirs.exists()
         assert (ours / "file").exists()

@@ -4,8 +4,6 @@ import asyncio
 import os
 import queue
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.weights import digest, first, train, upload
 from tests.support.without_ray import follower
@@ -387,10 +386,7 @@ for call in (lambda: Synchronizer.get_actor(root="x"), lambda: Publisher(None, "
     except StackError as error:
         print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    said = done.stdout.splitlines()
+    said = Program(script).end().splitlines()
     assert len(said) == 2
     assert all("pip install ray" in line for line in said)
 
