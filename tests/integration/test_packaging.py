@@ -227,6 +227,7 @@ def worker_on(address: str, installed: Path, project: Path, **own: str) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_ray_cluster_of_another_environment_runs_tasks_with_the_stacks_python(
     project: Path, installed: Path, stack: StackState, tmp_path: Path
 ) -> None:

@@ -115,17 +115,17 @@ def save(root: Path, shape: tuple[int, int] | None, replicas: bool) -> None:
 
 
 def load(root: Path, shape: tuple[int, int] | None, replicas: bool) -> list[str]:
-    """Load each step into a state of another content; return what differs from the reference."""
-    found = []
-    for step in STEPS:
-        trained = Trained(shape, seed=1, replicas=replicas, kind=root.parent.name)
-        trained.step()
-        state = trained.state(0)
-        dcp.load(state, storage_reader=StepReader(root, step))
-        trained.load(state)
-        whole = {**trained.state(0, whole=True), "step": state["step"], "text": state["text"]}
-        found += differences(torch.load(root.parent / f"{step}.pt"), whole, f"step {step}")
-    return found
+    """Load the last step into a state of another content; return what differs from the reference.
+
+    Plain DCP reads all of them below.
+    """
+    trained = Trained(shape, seed=1, replicas=replicas, kind=root.parent.name)
+    trained.step()
+    state = trained.state(0)
+    dcp.load(state, storage_reader=StepReader(root, STEPS[-1]))
+    trained.load(state)
+    whole = {**trained.state(0, whole=True), "step": state["step"], "text": state["text"]}
+    return differences(torch.load(root.parent / f"{STEPS[-1]}.pt"), whole)
 
 
 def save_and_load(folder: Path) -> list[str]:

@@ -145,8 +145,11 @@ def _save_named(tiny: Path, root: Path, replicas: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("replicas", "staging"),
-    [(2, [0, 1]), (1, [0, 1, 2, 3]), (4, [0])],
-    ids=["HSDP", "FSDP", "DDP"],
+    [
+        pytest.param(2, [0, 1], id="HSDP"),
+        pytest.param(1, [0, 1, 2, 3], id="FSDP", marks=pytest.mark.slow),
+        pytest.param(4, [0], id="DDP", marks=pytest.mark.slow),
+    ],
 )
 def test_a_coordinator_saves_once_what_several_ranks_have_alike_and_all_shards(
     replicas: int, staging: list[int], tiny: Path, tmp_path: Path

@@ -35,7 +35,10 @@ class Saved:
     exported: Path
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["FSDP1", "FSDP2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="FSDP1", marks=pytest.mark.slow), pytest.param(2, id="FSDP2")],
+)
 def fsdp(request: pytest.FixtureRequest) -> int:
     return request.param
 

@@ -23,6 +23,9 @@ def state(rank: int) -> dict[str, torch.Tensor]:
     return {"w": torch.arange(5000.0) + rank}
 
 
+pytestmark = pytest.mark.slow
+
+
 def test_it_commits_and_loads_bit_equal_from_the_memory_of_each(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:
@@ -48,7 +51,6 @@ def test_it_commits_and_loads_bit_equal_from_the_memory_of_each(
         assert sorted(map(kind_of, api.ended_tasks(run, *names))) == names
 
 
-@pytest.mark.slow
 def test_a_node_that_writes_to_a_disk_of_its_own_fails_the_save_and_is_named(
     stack: StackState, stack_settings: Settings, root: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """Weights over real gloo groups, each member a process of its own, some of which are killed."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.forked import forking
 from trinity_sync import ConfigError, WeightSyncError
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.weights.broadcast import receive_into, receive_weights, send_weights
@@ -27,7 +27,6 @@ from trinity_sync.weights.weight_group import (
     join_weight_group,
 )
 
-SPAWN = multiprocessing.get_context("spawn")
 TIMEOUT_S, SHORT_S = 600.0, 4.0
 """Time-outs in seconds: of a group whose members all answer, and of one with a silent member."""
 BUCKET = 1 << 16
@@ -85,9 +84,10 @@ class Reader:
     """Our end of such a process."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_reader, args=(theirs,), daemon=True)
-        self.process.start()
+        with forking(__name__) as context:
+            self.pipe, theirs = context.Pipe()
+            self.process = context.Process(target=_reader, args=(theirs,), daemon=True)
+            self.process.start()
         theirs.close()
         self.owes = 0
 
