@@ -24,6 +24,7 @@ from tests.conftest import environment
 from tests.integration.prefect_api import Api, until
 from tests.models.chaos.proxy import Proxy
 from tests.support.answers import serving
+from tests.support.database import lay_tables
 from trinity_sync import Settings
 from trinity_sync.client import prefect_api
 from trinity_sync.client.prefect_api import PrefectApi
@@ -76,8 +77,9 @@ def create(request: SaveRequest) -> Callable[[PrefectApi], Awaitable[prefect_api
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real server that wants a password and, for each change, a CSRF token."""
     home, port = tmp_path_factory.mktemp("guarded"), free_port()
+    lay_tables(Settings(home=home))
     own = {
-        "PREFECT_HOME": str(home),
+        "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_SERVER_API_AUTH_STRING": LOGIN,
         "PREFECT_API_AUTH_STRING": LOGIN,
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
