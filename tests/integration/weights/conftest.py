@@ -18,11 +18,13 @@ def ask(reference: Any) -> Any:
     return ray.get(reference, timeout=ASK_S)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_node() -> Iterator[None]:
-    """A Ray node of its own, whatever stack the session has, until the file's last test."""
-    with environment(QUIET | {"PYTHONPATH": str(Path.cwd())}):
-        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    """A Ray node of its own, whatever stack the session has, until the folder's last test."""
+    own = {"PYTHONPATH": str(Path.cwd()), "RAY_memory_monitor_refresh_ms": "0"}
+    with environment(QUIET | own):  # whatever memory others take, no actor is killed for it
+        small = {"num_cpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
+        ray.init("local", log_to_driver=False, **small)
     yield  # without that environment: a stack may begin before this ends
     ray.shutdown()
 

@@ -26,28 +26,27 @@ def ask(reference: Any) -> Any:
 class Member:
     """A trainer or an explorer, which is ready and goes on as it was told."""
 
-    def __init__(self, synchronizer: Any) -> None:
-        self._synchronizer = synchronizer
-
-    def listen(self) -> int:
+    def listen(self, synchronizer: Any) -> int:
         # takes seconds, which are not those of the rendezvous
         from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
 
-        self._send = fsdp_sync_weight_nccl
+        self._send, self._synchronizer = fsdp_sync_weight_nccl, synchronizer
         self._host = WeightGroupHost(address="127.0.0.1")
         return self._host.port
 
     def send(self, step: int, rendezvous: Path) -> None:
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+        if not dist.is_initialized():
+            own = {"init_method": f"file://{rendezvous}", "rank": 0, "world_size": 1}
+            dist.init_process_group("gloo", **own)
         engine = SimpleNamespace(module=torch.nn.Linear(3, 4), is_param_offload_enabled=False)
         assert ask(self._synchronizer.ready_to_nccl_sync.remote("trainer", step)) == step
         group = self._host.join(world_size=2, timeout_s=60)
         self._send(engine, group, version=step, synchronizer=self._synchronizer)
 
-    def receive(self, port: int, *, killed: bool) -> list[str]:
-        assert ask(self._synchronizer.ready_to_nccl_sync.remote("explorer", 0)) is not None
+    def receive(self, synchronizer: Any, port: int, *, killed: bool) -> list[str]:
+        assert ask(synchronizer.ready_to_nccl_sync.remote("explorer", 0)) is not None
         names = []
         group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=60)
         with receive_weights(group) as (_, tensors):
@@ -58,14 +57,21 @@ class Member:
         return names
 
 
+@pytest.fixture(scope="module")
+def trainer(ray_node: None) -> Iterator[Any]:
+    """One for all tests, as it imports veRL."""
+    member = Member.remote()
+    yield member
+    ray.kill(member)
+
+
 @pytest.fixture
-def members(synchronizer: Any) -> Iterator[list[Any]]:
-    made = [Member.remote(synchronizer) for _ in range(2)]
+def members(synchronizer: Any, trainer: Any) -> Iterator[list[Any]]:
+    explorer = Member.remote()
     ask(synchronizer.set_trainer_status.remote("running"))
     ask(synchronizer.set_explorer_status.remote("running"))
-    yield made
-    for member in made:
-        ray.kill(member)
+    yield [trainer, explorer]
+    ray.kill(explorer)
 
 
 def test_a_broadcast_that_all_have_makes_the_version(
@@ -73,9 +79,9 @@ def test_a_broadcast_that_all_have_makes_the_version(
 ) -> None:
     trainer, explorer = members
     waiting = synchronizer.wait_newer.remote(0, ASK_S)
-    port = ask(trainer.listen.remote())
+    port = ask(trainer.listen.remote(synchronizer))
     sent = trainer.send.remote(6, tmp_path / "rendezvous")
-    assert ask(explorer.receive.remote(port, killed=False)) == ["weight", "bias"]
+    assert ask(explorer.receive.remote(synchronizer, port, killed=False)) == ["weight", "bias"]
     ask(sent)
     found = ask(waiting)
     assert (found.step, found.source) == (6, "nccl")
@@ -87,10 +93,10 @@ def test_a_reader_killed_in_mid_broadcast_leaves_the_version_where_it_was(
     synchronizer: Any, members: list[Any], tmp_path: Path
 ) -> None:
     trainer, explorer = members
-    port = ask(trainer.listen.remote())
+    port = ask(trainer.listen.remote(synchronizer))
     sent = trainer.send.remote(6, tmp_path / "rendezvous")
     with pytest.raises(ray.exceptions.ActorDiedError):
-        ask(explorer.receive.remote(port, killed=True))
+        ask(explorer.receive.remote(synchronizer, port, killed=True))
     with pytest.raises(WeightSyncError, match="rank 0 gave up"):
         ask(sent)
     assert ask(synchronizer.get_latest_model_version.remote()) == 0

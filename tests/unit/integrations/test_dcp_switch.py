@@ -78,13 +78,10 @@ def test_a_program_is_started_as_by_python_and_its_folders_are_those_of_commits(
     assert "retrying" not in done.stderr
 
 
-def test_a_switch_without_a_root_is_refused_before_the_program(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
+def test_a_switch_without_a_root_is_refused(variables: dict[str, str]) -> None:
     del variables["TRINITY_SYNC_ROOT"]
-    done = run(tmp_path, variables, "program.py")
-    assert "TRINITY_SYNC_ROOT is not set" in done.stderr
-    assert not done.stdout
+    said = Program("import trinity_sync.integrations.dcp.switch", env=variables).end(1)
+    assert "TRINITY_SYNC_ROOT is not set" in said
 
 
 SECOND = """
