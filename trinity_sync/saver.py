@@ -169,7 +169,8 @@ class WaitingSave:
 
         The stack begins none of the ``late`` keys, and may have worked on it ``within_s`` seconds.
         """
-        if self.over and (self.over.is_left or self.over.is_by_saver):  # of another node
+        over = self.over
+        if over and (over.is_left or (over.takes_over and not over.has_ended)):  # on another node
             return True
         return self.request.key in late and not is_left_to_stack(job, self.request, within_s)
 

@@ -94,11 +94,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "left"
 
     @property
-    def is_by_saver(self) -> bool:
-        """Whether a saver has begun it."""
-        return self.takes_over and self.state == "pending"
-
-    @property
     def has_failed(self) -> bool:
         """Whether the attempt has failed."""
         return self.state == "failed"
