@@ -58,6 +58,7 @@ async def retention(
     keep_weights: str = "",
     dry_run: bool = False,
     now: datetime | None = None,
+    keep_model: str = "",
 ) -> None:
     """Remove every step that no policy, pin, lease or latest pointer keeps.
 
@@ -71,11 +72,14 @@ async def retention(
         dry_run: Show what would be removed, and remove nothing.
         now: Current time for the policies, to preview a later date with dry_run; empty for the
             present.
+        keep_model: Policy for checkpoints of which only the weights stay; empty for each job's own,
+            which reduces none unless it is set.
 
     Raises:
         ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
-    found = await run_here(root, on_node.prune, root, keep, keep_weights, dry_run, now)
+    given = {"keep": keep, "keep_model": keep_model, "keep_weights": keep_weights}
+    found = await run_here(root, on_node.prune, root, given, dry_run, now)
     for each, plan in found.items():
         if isinstance(plan, RemovalPlan):
             await _create_retention_artifact(each, plan, dry_run=dry_run)
@@ -95,10 +99,10 @@ async def _create_retention_artifact(root: Path, plan: RemovalPlan, *, dry_run: 
                 "run": step.run,
                 "kinds": ", ".join(step.kinds),
                 "size": format_bytes(step.nbytes),
-                "state": "kept" if why else removed,
+                "state": status,
                 "why": why,
             }
-            for step, why in plan.steps
+            for step, status, why in plan.describe(dry_run=dry_run)
         ]
         + [{"step": f"quarantine {name}", "state": removed} for name in plan.quarantine],
     )

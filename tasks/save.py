@@ -167,7 +167,7 @@ async def replicate(root: str, step: int, url: str) -> None:
         f"{format_bytes(done.nbytes)} sent in {done.seconds:.1f} s.\n\n"
         + "\n".join(
             f"- step {each.step}: {f'kept: {why}' if why else 'removed from the remote'}"
-            for each, why in plan.steps
+            for each, _, why in plan.describe()
         ),
     )
 

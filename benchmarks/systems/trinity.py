@@ -158,7 +158,7 @@ class InPlace(Trinity):
         live = self.training.state()
         del live["extra_state"]
         filled = fill_states(self.folder, role=ROLES[0], live=live, **own)
-        rest = load_states(self.folder, step, ROLES[0], besides=[*live], **own)
+        rest = load_states(self.folder, step, ROLES[0], only=["extra_state"], **own)
         self.training.resume({"optim": filled["optim"], **rest}.items())
 
 

@@ -52,6 +52,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
+from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.pins import list_pins, pin, tag, unpin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
@@ -321,6 +322,22 @@ def steps_in_parts(job: Job) -> Iterator[str]:
         yield "run 2 replaced step 1"
 
 
+def steps_reduced_to_weights(job: Job) -> Iterator[str]:
+    """With a file in each part of a manifest; a save makes the last of them whole again."""
+    rules = Rules(parse_policy("last=1"), ALL, models=parse_policy("every=2"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_files, "PART_FILES", 1)
+        open_run(job.root, "first", 0)
+        for step in (1, 2, 3):
+            save(job, step, float(step))
+            yield f"step {step} was saved"
+        prune_root(job.root, plan_prune(job.root, rules, now=0))
+        assert read_manifest(job.root, 2).removed == ("optim",)
+        yield "step 1 was removed, and all but the weights of step 2"
+        save(job, 2, 2.0)
+        yield "step 2 was saved again"
+
+
 @contextmanager
 def another_job(job: Job) -> Iterator[Job]:
     """A job whose root is not recorded, with no step of its own."""
@@ -374,7 +391,9 @@ def test_copies_are_durable_before_their_manifest(
     assert not problems_of(spool_folder, life)
 
 
-@pytest.mark.parametrize("life", [steps_in_parts, steps_that_share_a_file])
+@pytest.mark.parametrize(
+    "life", [steps_in_parts, steps_that_share_a_file, steps_reduced_to_weights]
+)
 def test_what_a_manifest_names_is_durable_before(
     spool_folder: Path, life: Callable[[Job], Iterator[str]]
 ) -> None:

@@ -78,8 +78,8 @@ def list_jobs(output: Output = "table") -> None:
     "jobs set ckpts", "jobs set ckpts keep=last=3,every=100",
     "jobs set ckpts remote=s3://bucket/job", "jobs set ckpts keep=", name="set",
     note="They are in the root, where the training, the flows and the commands read them. "
-        "Settings: keep, keep_weights and keep_quarantine (policies, as in prune), remote, "
-        "remote_required, remote_keep, write_concurrency (all, per_rank, per_node or one), "
+        "Settings: keep, keep_model, keep_weights and keep_quarantine (policies, as in prune), "
+        "remote, remote_required, remote_keep, write_concurrency (all, per_rank, per_node or one), "
         "rank_timeout_s. An empty value restores the default. A root that does not exist is "
         "created, so a script can set them before the training starts.",
 )  # fmt: skip

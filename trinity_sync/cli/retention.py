@@ -43,6 +43,9 @@ def prune(
         str,
         typer.Option(metavar="POLICY", help="Checkpoints to keep (default: the job's setting)."),
     ] = "",
+    keep_model: Annotated[
+        str, typer.Option(metavar="POLICY", help="Other checkpoints whose weights to keep.")
+    ] = "",
     keep_weights: Annotated[
         str, typer.Option(metavar="POLICY", help="Steps to keep that hold weights only.")
     ] = "",
@@ -63,22 +66,24 @@ def prune(
     from trinity_sync.storage.job_settings import read_job_settings
 
     settings, job = read_settings(), read_job_settings(require_existing(root))
-    rules = Rules.of_job(job, keep=keep, keep_weights=keep_weights, keep_quarantine=keep_quarantine)
-    plan = plan_prune(root, rules)
+    given = {"keep": keep, "keep_model": keep_model}
+    others = {"keep_weights": keep_weights, "keep_quarantine": keep_quarantine}
+    plan = plan_prune(root, Rules.of_job(job, **given, **others))
     if not dry_run:
-        if not yes and (plan.removed or plan.quarantine):
+        if not yes and (plan.changed or plan.quarantine):
             if is_text(output):
                 _print_pruned(_describe(plan, dry_run=True), str(root))
             confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
         reuse_files = StackSettings().io.reuse_files
         plan = prune_root(root, plan, spool=settings.spool, recycle=reuse_files)
-        update_catalog(root, [each.step for each in plan.removed])
+        update_catalog(root, plan.changed)
     report = _describe(plan, dry_run=dry_run)
     print_object("prune", report, output, lambda: _print_pruned(report, str(root)))
 
 
 def _count(plan: "RemovalPlan") -> str:
     steps = f"{len(plan.removed)} steps"
+    steps += f" and all but the weights of {len(plan.reduced)}" * bool(plan.reduced)
     return steps + f" and {len(plan.quarantine)} folders in quarantine" * bool(plan.quarantine)
 
 
@@ -89,10 +94,9 @@ def _describe(plan: "RemovalPlan", *, dry_run: bool) -> PruneReport:
 
 def _list_pruned(plan: "RemovalPlan", *, dry_run: bool) -> list[PrunedStep]:
     """Return what became of the steps of a plan, newest first, as rows."""
-    removed = "would be removed" if dry_run else "removed"
     return [
-        PrunedStep(step.step, step.nbytes, "kept" if why else removed, why)
-        for step, why in reversed(plan.steps)
+        PrunedStep(step.step, step.nbytes, status, why)
+        for step, status, why in reversed(plan.describe(dry_run=dry_run))
     ]
 
 

@@ -79,7 +79,7 @@ class PrunedStep:
     step: int
     bytes: int
     status: str
-    """``kept``, ``removed``, or ``would be removed``."""
+    """``kept``, ``reduced to weights`` or ``removed``; in a dry run ``would be removed``."""
     reason: str | None
     """Why it is kept."""
 

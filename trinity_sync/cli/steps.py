@@ -113,6 +113,8 @@ def _print_details(details: StepDetails) -> None:
     )
     if details.reason:
         typer.echo(f"reason: {details.reason}")
+    if details.removed:
+        typer.echo(f"weights only: retention has removed {' and '.join(details.removed)}")
     if details.left_out:
         typer.echo(f"its run did not load {', '.join(details.left_out)} of the step it began at")
     for timing in details.timings:

@@ -282,7 +282,7 @@ class CheckpointCoordinator(Collaborators):
             RootInUseError: as in `check_resume`.
         """
         step = self._loader.resolve(step)
-        self.check_resume(step)
+        self.check_resume(step, only=only)
         return self._loader.load(step, role, only)
 
     def load_into(
@@ -327,7 +327,7 @@ class CheckpointCoordinator(Collaborators):
         check_type("states", given, Mapping, "a dict: {'model': model.state_dict()}")
         step = self._loader.resolve(step)
         live = {name: get_live_state(each) for name, each in given.items()}
-        self.check_resume(step)
+        self.check_resume(step, only=only)
         return self._loader.load(step, role, only, live)
 
     def open(
@@ -359,19 +359,21 @@ class CheckpointCoordinator(Collaborators):
         self.check_resume(step)
         return self._loader.open(step, role, {})
 
-    def check_resume(self, step: int) -> None:
+    def check_resume(self, step: int, *, only: Sequence[str] = ()) -> None:
         """Check that this run can resume from a step, before other code loads it.
 
-        `load` includes this check. A collective call after `of_process_group`.
+        `load` includes this check. A collective call after `of_process_group`. ``only`` is as in
+        `load`.
 
         Raises:
             ConfigError: this run has already begun at another step, or its key was used by an
                 earlier run.
             RootInUseError: an earlier run is still running, and ``take_over`` is not set.
+            CommitError: retention has kept nothing but the weights of the step.
         """
         step = check_number("step", step)
         # what is loaded next must not reach an image
-        self._loader.require_can_begin_at(step, self.wait_staged)
+        self._loader.require_can_begin_at(step, self.wait_staged, whole=not only)
 
     def resumed_from(self, step: int) -> None:
         """Record that this run resumes from a step that other code than `load` has loaded.

@@ -21,7 +21,7 @@ def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetting
     Raises:
         ConfigError: a name is unknown, or a value is invalid; nothing was changed.
     """
-    for name in ("keep", "keep_weights", "keep_quarantine", "remote_keep"):
+    for name in ("keep", "keep_model", "keep_weights", "keep_quarantine", "remote_keep"):
         if changes.get(name) is not None:
             parse_policy(str(changes[name]))
     for name in WITHOUT_METRICS:

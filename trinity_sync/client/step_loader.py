@@ -21,7 +21,7 @@ from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import KINDS, Kind, check_choice, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.storage.discovery import find_newest
+from trinity_sync.storage.discovery import find_newest, require_whole
 from trinity_sync.storage.latest_pointer import warn_of_other_step
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -110,6 +110,8 @@ class StepLoader:
         together = partial(self._run_together, step)
         with ExitStack() as opened:
             with lease as manifest:
+                if not only:
+                    require_whole(self.root, manifest)
                 filled = fill_states(self.root, manifest, role, live, run_together=together, **own)
                 own |= {"manifest": manifest, "besides": [*filled], "borrow": borrow}
                 rest = open_states(self.root, step, role, **own)
@@ -123,18 +125,20 @@ class StepLoader:
             yield states
         self.prewarm_as(step, manifest)
 
-    def require_can_begin_at(self, step: int, wait_staged: Callable[[], object]) -> None:
-        """As `CheckpointCoordinator.check_resume`, after a call of ``wait_staged``.
+    def require_can_begin_at(self, step: int, wait: Callable[[], object], *, whole: bool) -> None:
+        """As `CheckpointCoordinator.check_resume`, after a call of ``wait``.
 
         The ranks have one key, so rank 0 looks at the runs in the root for all.
         """
 
         def check() -> None:
-            wait_staged()
+            wait()
             if self.rank and self._asks_together:
                 self.run.has_begun_at(step)
             else:
                 self.run.require_can_begin_at(step)
+                if whole:
+                    require_whole(self.root, read_manifest(self.root, step, ranks=()))
 
         self._run_together(step, check)
 

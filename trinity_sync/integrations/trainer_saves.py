@@ -39,7 +39,7 @@ from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.saves.journal import PATIENCE_S
 from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.stager import ATTACHMENTS
-from trinity_sync.storage.discovery import is_valid
+from trinity_sync.storage.discovery import is_valid, require_whole
 from trinity_sync.storage.pins import BEST, find_pinned_best, list_best, pin_ahead, unpin
 from trinity_sync.storage.restore import load_shards
 
@@ -241,6 +241,7 @@ class TrainerSaves:
             ConfigError: its state is sharded and this trainer's is not, or the other way round.
         """
         with lease_on_rank_0(self.root, step) as manifest:
+            require_whole(self.root, manifest)
             sharded = any(record.component == "dcp" for record in manifest.files)
             if sharded != self.is_sharded:
                 kinds = {True: "a sharded state (FSDP)", False: "a replicated state"}

@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,12 +65,12 @@ T = TypeVar("T")
 
 
 def prune(
-    root: str | None, keep: str, keep_weights: str, dry_run: bool, now: datetime | None
+    root: str | None, given: Mapping[str, str], dry_run: bool, now: datetime | None
 ) -> dict[Path, RemovalPlan | str]:
     """Remove the steps that no policy keeps, root by root.
 
-    None means the roots of all known jobs, and an empty policy each job's own. Return what became
-    of the steps of each root, or why it could not be pruned.
+    None means the roots of all known jobs; ``given`` are policies as in `Rules.of_job`. Return what
+    became of the steps of each root, or why it could not be pruned.
 
     Raises:
         ConfigError: This node's settings do not allow flows to work on the root.
@@ -79,12 +79,12 @@ def prune(
 
     def prune_one(each: Path) -> RemovalPlan | str:
         try:
-            rules = Rules.of_job(read_job_settings(each), keep=keep, keep_weights=keep_weights)
+            rules = Rules.of_job(read_job_settings(each), **given)
             plan = plan_prune(each, rules, now.timestamp() if now else None)
             if dry_run:
                 return plan
             done = prune_root(each, plan, spool=settings.spool, recycle=stack.io.reuse_files)
-            try_mirror(settings, each, [step.step for step in done.removed], stack)
+            try_mirror(settings, each, done.changed, stack)
             return done
         except (TrinitySyncError, OSError) as error:
             return str(error)
@@ -321,7 +321,7 @@ def prune_after_commit(request: SaveRequest) -> None:
     """Remove older steps after a save, see `pipeline.save.prune_after_commit`."""
     settings, stack = read_settings()
     done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
-    removed = [each.step for each in done.removed]
+    removed = done.changed
     try_mirror(settings, request.root, removed, stack)
 
 

@@ -123,8 +123,11 @@ def _is_committed_here(root: Path, manifest: Manifest, replace: bool) -> bool:
     if not folder.exists():
         return False
     try:
-        if read_manifest(root, manifest.step) == manifest == require_committed(root, manifest.step):
+        here = require_committed(root, manifest.step)
+        if read_manifest(root, manifest.step) == manifest == here:
             return True
+        if here.removed and here == manifest.keep_weights():
+            return False  # retention has removed the rest
         why, replaceable = (
             "is not the step of the remote",
             read_run_number(root, manifest.step) < manifest.run,

@@ -59,7 +59,7 @@ class RemoteSteps:
         """As `Place.read_step`."""
         return self._describe(self._remote.read_step(step))
 
-    def remove_step(self, step: StepInfo, find_reason: Callable[[], str]) -> str:
+    def remove_step(self, step: StepInfo, find_reason: Callable[[], str], *, reduce: bool) -> str:
         """As `Place.remove_step`; a remote has no locks, and leases need the root's files alone."""
         why = find_reason()
         if not why:

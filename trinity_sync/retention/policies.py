@@ -28,6 +28,10 @@ class StepInfo:
     committed_at: float
     """Seconds since the epoch."""
     nbytes: int
+    resume_nbytes: int = 0
+    """Bytes that only a resume needs, which can be removed alone: there are weights beside them."""
+    is_reduced: bool = False
+    """Whether retention has kept only the weights of what was a checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     held: tuple[str, ...] = ()
     """Reasons to keep it whatever the policies say: pins, tags, leases, pointers."""

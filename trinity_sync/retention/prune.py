@@ -5,6 +5,10 @@ checked again, under the commit lock and the removal lock (`removal`). It is ren
 ``.trinity_sync/trash``, and its files are removed afterwards, without a lock. So a crash leaves a
 step as it was committed, or no step. The next prune removes what a crash left in the trash.
 
+Of a step that is reduced to its weights, the manifest is replaced by one that names these alone,
+and then its other files are moved to the trash. A crash in between leaves them unnamed in the
+step's folder, and the next prune removes them.
+
 A step is kept here, besides what keeps it everywhere, if the required remote lacks it, a save of
 it is in flight, or its folder is a link. Nothing is removed from a root of another release, or with
 a run or a spool of one.
@@ -38,11 +42,15 @@ from trinity_sync.retention.removal import (
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
-from trinity_sync.storage.discovery import iter_committed_steps, read_manifest_state
+from trinity_sync.storage.discovery import (
+    iter_committed_steps,
+    list_removed_files,
+    read_manifest_state,
+)
 from trinity_sync.storage.export_requests import list_pending_exports, remove_export_files
 from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.leases import acquire_removal_lock
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
 from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder
 from trinity_sync.storage.runs import find_newest_run, is_superseded
@@ -126,7 +134,7 @@ class RootSteps:
         manifest = read_manifest(self.root, step)
         return self._describe(manifest) if manifest else None
 
-    def remove_step(self, step: StepInfo, find_reason: Callable[[], str]) -> str:
+    def remove_step(self, step: StepInfo, find_reason: Callable[[], str], *, reduce: bool) -> str:
         """As `Place.remove_step`, under the commit lock and the removal lock.
 
         Raises:
@@ -138,6 +146,9 @@ class RootSteps:
             if not why:
                 for lock in (changes, removal):
                     lock.require_held()
+            if not why and reduce:
+                _reduce_to_weights(self.root, step.step, changes.require_held)
+            elif not why:
                 _move_to_trash(self.root, step_folder(self.root, step.step))
                 append_removal(self.root, step.run, step.step, time.time())
             return why
@@ -151,7 +162,9 @@ class RootSteps:
             held.append(f"the export of the model of {', '.join(roles)} is pending")
         if step_folder(self.root, manifest.step).is_symlink():
             held.append(LINKED)
-        return make_step_info(manifest, metrics=metrics, held=held, corruption=corruption)
+        found = make_step_info(manifest, metrics=metrics, held=held, corruption=corruption)
+        left = [path for path in list_removed_files(self.root, manifest) if path.exists()]
+        return replace(found, resume_nbytes=sum(p.stat().st_size for p in left)) if left else found
 
 
 def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:
@@ -195,6 +208,25 @@ def _move_to_trash(root: Path, folder: Path) -> None:
     move(folder, trash / f"{folder.name}.{uuid.uuid4().hex}")
     sync_folder(trash)  # the new name first: after a power cut it may have both, never none
     sync_folder(folder.parent)
+
+
+def _reduce_to_weights(root: Path, step: int, require_lock: Callable[[], object]) -> None:
+    """Remove what only a resume needs of a step, or what a crash has left of that.
+
+    The new manifest comes first: from then on, the files are no part of the step.
+    """
+    manifest = read_manifest(root, step)
+    assert manifest  # it was read just now, under the same locks
+    if (kept := manifest.keep_weights()) is not manifest:
+        write_manifest(root, kept)
+    left = list_removed_files(root, kept)
+    trash = root / PRIVATE_FOLDER / "trash" / f"{step_folder(root, step).name}.{uuid.uuid4().hex}"
+    make_folder(trash)
+    for number, path in enumerate(left):
+        require_lock()
+        move(path, trash / str(number))
+    for folder in {path.parent for path in left}:
+        sync_folder(folder)
 
 
 def _empty_trash(root: Path, *, keep: int) -> None:

@@ -55,26 +55,28 @@ class Rules:
     """Policy for folders in quarantine, each of which counts as a step of the time when it was
     created, and for steps of both types that another training superseded, each as a step of the
     time when it did so. Their user may have forgotten to load them."""
+    models: Policy | None = None
+    """Policy for checkpoints of which only the weights stay, unless that for checkpoints keeps
+    them; None reduces no step, and keeps those that are."""
 
     @classmethod
-    def of_job(
-        cls, job: JobSettings, *, keep: str = "", keep_weights: str = "", keep_quarantine: str = ""
-    ) -> "Rules":
-        """Return the policies of a job; the short forms that are not empty replace them.
+    def of_job(cls, job: JobSettings, **given: str) -> "Rules":
+        """Return the policies of a job; the ``given`` ones, by setting, replace what is not empty.
 
         Raises:
             ConfigError: a policy is invalid.
         """
-        refuse_metrics("keep_quarantine", keep_quarantine)
-        return cls(
-            parse_policy(keep or job.keep),
-            parse_policy(keep_weights or job.keep_weights),
-            parse_policy(keep_quarantine or job.keep_quarantine),
-        )
+        refuse_metrics("keep_quarantine", given.get("keep_quarantine", ""))
+        names = "keep", "keep_weights", "keep_quarantine", "keep_model"
+        keep, weights, quarantine, models = (given.get(n) or getattr(job, n) for n in names)
+        others = parse_policy(quarantine), parse_policy(models) if models else None
+        return cls(parse_policy(keep), parse_policy(weights), *others)
 
     @classmethod
     def of_remote(cls, job: JobSettings, url: str) -> "Rules":
         """Return the policies for the copies at ``url``: all stay, unless it is the job's remote.
+
+        A remote keeps whole steps: of an object store, none is rewritten for less.
 
         Raises:
             ConfigError: the policy of the job is invalid.
@@ -86,8 +88,8 @@ def read_now(
     root: Path, steps: Sequence[StepInfo], rules: Rules, clock: Callable[[], float] = time.time
 ) -> float | str:
     """Return the time in seconds since the epoch; or, if a clock is wrong, why no age is known."""
-    now = clock()
-    if not any(each.goes_by_time for each in (rules.checkpoints, rules.syncs, rules.quarantine)):
+    now, policies = clock(), (rules.checkpoints, rules.syncs, rules.quarantine, rules.models)
+    if not any(each and each.goes_by_time for each in policies):
         return now
     apart = abs(now - read_file_system_time(root))
     last = max(steps, key=lambda each: each.committed_at, default=None)
@@ -119,17 +121,27 @@ class RemovalPlan:
     """Steps that were planned for removal and kept when the plan was carried out, with reasons."""
     quarantine: tuple[str, ...] = ()
     """Names of the folders in quarantine to remove, oldest first."""
+    reduced: tuple[tuple[StepInfo, str], ...] = ()
+    """Steps of which only the weights are to stay, and reasons, oldest first."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that the plan frees, including those kept as spare files."""
-        return sum(each.nbytes for each in self.removed)
+        of_reduced = sum(each.resume_nbytes for each, _ in self.reduced)
+        return of_reduced + sum(each.nbytes for each in self.removed)
 
     @property
-    def steps(self) -> list[tuple[StepInfo, str]]:
-        """All steps, oldest first, and why each is kept; empty for a removed step."""
-        removed = [(each, "") for each in self.removed]
-        return sorted([*self.kept, *self.spared, *removed], key=lambda each: each[0].age)
+    def changed(self) -> list[int]:
+        """Numbers of the steps that are removed or reduced."""
+        return [each.step for each in (*self.removed, *(step for step, _ in self.reduced))]
+
+    def describe(self, *, dry_run: bool = False) -> list[tuple[StepInfo, str, str]]:
+        """Return all steps, oldest first, with what becomes of each and why, in words."""
+        would = "would be " if dry_run else ""
+        found = [(each, "kept", why) for each, why in (*self.kept, *self.spared)]
+        found += [(each, f"{would}reduced to weights", why) for each, why in self.reduced]
+        found += [(each, f"{would}removed", "") for each in self.removed]
+        return sorted(found, key=lambda each: each[0].age)
 
 
 def make_step_info(
@@ -146,6 +158,8 @@ def make_step_info(
         manifest.kinds,
         manifest.committed_at,
         manifest.nbytes,
+        manifest.nbytes - manifest.keep_weights().nbytes,
+        bool(manifest.removed),
         metrics or {},
         tuple(held),
         corruption,
@@ -187,7 +201,7 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float | str) -> 
         why[step].append(f"{reason} (steps superseded by a run that began at step 0)")
     ours = [each for each in valid if each.forgotten_at is None]
     checkpoints = [each for each in ours if "checkpoint" in each.kinds]
-    syncs = [each for each in ours if "checkpoint" not in each.kinds]
+    syncs = [each for each in ours if "checkpoint" not in each.kinds and not each.is_reduced]
     for policy, candidates in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):
         keeps = policy.keeps(candidates, now)
         if not keeps and any(not why[e.step] and not e.superseded_by for e in candidates):
@@ -197,11 +211,21 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float | str) -> 
             )
         for step, reason in keeps.items():
             why[step].append(reason)
+    reduced = dict[int, str]()
+    models = {e.step: e for e in ours if e.is_reduced or (rules.models and "checkpoint" in e.kinds)}
+    for step, reason in (rules.models or ALL).keeps([*models.values()], now).items():
+        if not why[step] and models[step].resume_nbytes:  # of a reduced step: what a crash has left
+            reduced[step] = f"weights: {reason}"
+        elif not why[step]:
+            what = "weights" if models[step].is_reduced else "no optimizer to remove alone"
+            why[step].append(f"{what}: {reason}")
+    rest = [each for each in steps if each.step not in reduced]
     return RemovalPlan(
-        kept=tuple((each, "; ".join(why[each.step])) for each in steps if why[each.step]),
-        removed=tuple(each for each in steps if not why[each.step]),
+        kept=tuple((each, "; ".join(why[each.step])) for each in rest if why[each.step]),
+        removed=tuple(each for each in rest if not why[each.step]),
         newest=newest,
         healthy=healthy,
+        reduced=tuple((each, reduced[each.step]) for each in steps if each.step in reduced),
     )
 
 
@@ -229,11 +253,11 @@ class Place(Protocol):
             FormatError, ManifestError: its manifest is of another release, or torn.
         """
 
-    def remove_step(self, step: StepInfo, find_reason: Callable[[], str]) -> str:
+    def remove_step(self, step: StepInfo, find_reason: Callable[[], str], *, reduce: bool) -> str:
         """Remove a step, unless there is a reason to keep it; return that, empty if removed.
 
-        ``find_reason`` is called once, when what may need the step is kept off, as far as the place
-        can do that.
+        With ``reduce``, its weights stay. ``find_reason`` is called once, when what may need the
+        step is kept off, as far as the place can do that.
         """
 
 
@@ -290,10 +314,12 @@ def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
             are removed.
     """
     removed: list[StepInfo] = []
+    reduced: list[tuple[StepInfo, str]] = []
     spared: list[tuple[StepInfo, str]] = []
-    for each in plan.removed:
+    for each, reason in (*((each, "") for each in plan.removed), *plan.reduced):
+        find_reason = partial(_find_reason_to_keep, place, each, plan)
         try:
-            why = place.remove_step(each, partial(_find_reason_to_keep, place, each, plan))
+            why = place.remove_step(each, find_reason, reduce=bool(reason))
         except ManifestError as error:
             why = str(error)
         if why == GONE:
@@ -301,9 +327,11 @@ def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
         if why:
             logger.info("keeping step %d in %s: %s", each.step, place, why)
             spared.append((each, why))
+        elif reason:
+            reduced.append((each, reason))
         else:
             removed.append(each)
-    return replace(plan, removed=tuple(removed), spared=tuple(spared))
+    return replace(plan, removed=tuple(removed), reduced=tuple(reduced), spared=tuple(spared))
 
 
 def _find_reason_to_keep(place: Place, planned: StepInfo, plan: RemovalPlan) -> str:

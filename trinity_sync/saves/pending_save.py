@@ -162,7 +162,8 @@ class PendingSave:
         may have replaced it as well.
         """
         save = self.request.save
-        if read_run_number(save.root, save.step) == save.run:
+        is_reduced = self.manifest and self.manifest.removed and save.kind == "checkpoint"
+        if read_run_number(save.root, save.step) == save.run and not is_reduced:
             return False
         best = find_newest(save.root, save.kind)
         if best is not None and (best.run, best.step) > (save.run, save.step):

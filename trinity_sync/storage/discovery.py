@@ -11,6 +11,7 @@ from a copy.
 """
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,6 +113,9 @@ def read_manifest_state(
     """Return the state of a step whose manifest was read; arguments as in `read_step_state`."""
     step = manifest.step
     if error := _corruption_error(root, manifest, paths):
+        now = read_manifest(root, step)
+        if now and now.removed and not manifest.removed:  # retention has removed files meanwhile
+            return read_manifest_state(root, now, runs, paths=paths)
         return StepState(step, "corrupted", manifest, error)
     runs = list_known_runs(root) if runs is None else runs
     if later := find_superseding_run(runs, manifest.run, step):
@@ -209,15 +213,17 @@ def find_newest(
 
 
 def list_newest_first(
-    root: str | Path, kind: Kind, *, without: Collection[int] = ()
+    root: str | Path, kind: Kind, *, without: Collection[int] = (), reduced: bool = False
 ) -> list[Manifest]:
     """Return the manifests of `iter_newest_first`, also of corrupted steps: no file is looked at.
+
+    ``reduced`` adds the steps of which retention has kept the weights.
 
     Raises:
         FormatError: another release has committed a step.
     """
     every = (each for each in iter_committed_steps(root) if each.step not in without)
-    found = [each for each in every if each.serves(kind)]
+    found = [each for each in every if each.serves(kind) or (reduced and each.removed)]
     superseded = find_superseded_steps(found, list_known_runs(root))
     counting = (each for each in found if each.step not in superseded)
     return sorted(counting, key=lambda each: (each.run, each.step), reverse=True)
@@ -262,6 +268,17 @@ def require_committed(
     return read_step_state(root, step, runs=(), paths=paths).require_loadable()
 
 
+def require_whole(root: str | Path, manifest: Manifest | None) -> None:
+    """Raise `CommitError`, which names the newest whole step, if a step has weights only."""
+    if manifest and manifest.removed:
+        newest = find_newest(root)
+        raise CommitError(
+            f"step {manifest.step} in {root} has weights only: retention has removed "
+            f"{' and '.join(manifest.removed)}. Resume from {newest.step if newest else 'none'}, "
+            f'the newest whole step; or load({manifest.step}, only=("model",))'
+        )
+
+
 def require_unreplaced(root: str | Path, manifest: Manifest) -> None:
     """Require that no other run has replaced a step since its manifest was read.
 
@@ -301,6 +318,14 @@ def list_unnamed_files(root: str | Path, manifest: Manifest) -> list[str]:
     folder, named = step_folder(root, manifest.step), {record.path for record in manifest.files}
     found = {path.relative_to(folder).as_posix() for path in walk_files(folder)} - named
     return sorted(name for name in found if not is_own_file(name))
+
+
+def list_removed_files(root: str | Path, manifest: Manifest) -> list[Path]:
+    """Return the files in a step's folder of the components that retention has removed."""
+    folder, names = step_folder(root, manifest.step), "|".join(manifest.removed)
+    shard = re.compile(rf"[^/]+/({names})_world_size_\d+_rank_\d+\.pt")
+    left = list_unnamed_files(root, manifest) if names else ()
+    return [folder / name for name in left if shard.fullmatch(name)]
 
 
 def list_shards(

@@ -69,7 +69,8 @@ def gather_images(
         found = _select(shards, save, component, sealed, manifest, overdue)
         if not found.missing:
             return found.images, found.committed
-        if is_first and not sealed and not manifest:  # perhaps a retry after its step was removed
+        # perhaps a retry after its step was removed, or all but the weights of it
+        if is_first and not sealed and (manifest is None or manifest.removed):
             refuse_removed(save)
         is_first = False
         gone = [each for each in found.missing if each in later - found.awaited]

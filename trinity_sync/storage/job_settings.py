@@ -71,6 +71,10 @@ class JobSettings(Record):
     keep_quarantine: str = "all"
     """Retention policy of quarantined and superseded steps, such as ``newer=30d``."""
 
+    keep_model: str = ""
+    """Retention policy of checkpoints of which only the weights stay, such as ``every=20``, where
+    ``keep`` does not keep them; empty for none."""
+
     remote: str = ""
     """URL of the remote to which checkpoints are copied, such as ``s3://bucket/{job}``, where
     ``{job}`` stands for the root's name and a digest of its path; empty for none. No credentials,

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 PART_FILES = 1000
 """Most files in a manifest without parts, and in a part."""
 
+RESUME_ONLY = ("optim", "extra_state")
+"""Components without which the weights of a step can still be read."""
+
 _NAME = re.compile(r"manifest-[0-9a-f]{16}\.json")
 _OWN = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
 _REMOVED = re.compile(r"\.nfs[0-9a-f]{24}")
@@ -221,6 +224,8 @@ class Manifest(Record, format=MANIFEST_FORMAT):
     """Most checkpoints that a process of the step's saves wants to keep after it; 0 for all."""
     run_key: str = ""
     """Key of ``run``; empty for a step that was imported."""
+    removed: tuple[str, ...] = ()
+    """Components that retention has removed from a checkpoint, of which the weights are left."""
 
     @property
     def nbytes(self) -> int:
@@ -276,6 +281,17 @@ class Manifest(Record, format=MANIFEST_FORMAT):
             record.component for record in self.files if record.role == role and record.is_shard
         }
 
+    def keep_weights(self) -> "Manifest":
+        """Return the manifest without what a resume alone needs; itself without weights."""
+        gone = {
+            f.path: f.component for f in self.files if f.component in RESUME_ONLY and f.is_shard
+        }
+        if not gone or not any(record.is_weights for record in self.files):
+            return self
+        files = tuple(record for record in self.files if record.path not in gone)
+        lost = tuple(sorted({*gone.values()}))
+        return replace(self, kinds=("state_dict",), checkpoint_run=0, files=files, removed=lost)
+
     def find_file(self, path: str) -> FileRecord | None:
         """Return the record of the file at ``path``, or None."""
         return next((record for record in self.files if record.path == path), None)
@@ -311,6 +327,7 @@ class Manifest(Record, format=MANIFEST_FORMAT):
                 *(each for each in self.callables if (each.name, each.rank) not in names),
                 *later.callables,
             ),
+            removed=() if later.serves("checkpoint") else self.removed,
             exports={**exports, **later.exports},
             keep=max(self.keep, later.keep),
             failed_exports=tuple(

@@ -218,7 +218,8 @@ def resolve_step(root: str | Path, step: int | str) -> int:
     if step == "best":
         if (best := find_pinned_best(root)) is not None:
             return best
-        rule = _BEST.search(read_job_settings(root).keep)
+        job = read_job_settings(root)
+        rule = _BEST.search(f"{job.keep},{job.keep_model}")
     if rule:
         return _find_best(root, *rule.groups())
     raise ConfigError(
@@ -238,9 +239,9 @@ def _find_tagged(root: str | Path, tag: Pin) -> int:
 
 
 def _find_best(root: str | Path, metric: str, mode: str) -> int:
-    """Return the valid checkpoint with the best value of a metric, of equal ones the oldest."""
+    """Return the best valid checkpoint by a metric, of equal ones the oldest; weights suffice."""
     sign = -1 if mode == "max" else 1
-    steps = reversed(list_newest_first(root, "checkpoint"))
+    steps = reversed(list_newest_first(root, "checkpoint", reduced=True))
     found = {each.step: read_metrics(root, each.run, each.step) for each in steps}
     rated = {step: sign * each[metric] for step, each in found.items() if metric in each}
     finite = [step for step, value in rated.items() if math.isfinite(value)]

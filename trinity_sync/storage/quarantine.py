@@ -53,6 +53,7 @@ from trinity_sync.storage.discovery import (
     iter_committed_steps,
     list_files_of_run,
     require_committed,
+    require_whole,
 )
 from trinity_sync.storage.job_settings import read_required_remote
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
@@ -195,7 +196,7 @@ def rewind(
             f"again. Load step {step} in the training, coordinator.load({step}): its next commit "
             "is then the newest."
         )
-    target = require_committed(base, step)  # before any lock file is made
+    require_whole(base, target := require_committed(base, step))  # before any lock file is made
     with acquire_commit_lock(base) as changes, acquire_removal_lock(base) as removal:
         newer = list_newer_steps(base, step)
         pinned = _refuse_in_use(base, step, newer, force=force)

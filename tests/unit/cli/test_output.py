@@ -465,6 +465,7 @@ def test_the_shell_completes_roots_steps_and_tags(
         "keep=",
         "keep_weights=",
         "keep_quarantine=",
+        "keep_model=",
     ]
 
 

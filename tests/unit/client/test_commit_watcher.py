@@ -418,18 +418,18 @@ def test_functions_that_run_again_after_their_step_was_removed_are_not_taken_for
     assert "it completed without that step being committed" in failure
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced", "rewound"])
+@pytest.mark.parametrize("how", ["removed", "reduced", "replaced", "rewound"])
 def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str) -> None:
     open_run(job.root, "first", 0)
     for step in (4, 5):
-        job.commit_states(step, {"model": {"w": torch.full((3,), step)}})
-    if how == "removed":
-        rules = Rules(parse_policy("last=1"), ALL)
+        job.commit_states(step, {"model": {"w": torch.full((3,), step)}, "optim": {}})
+    if how in ("removed", "reduced"):
+        rules = Rules(parse_policy("last=1"), ALL, models=ALL if how == "reduced" else None)
         prune(job.root, plan_prune(job.root, rules, 0))
         gone = 4
     elif how == "replaced":
         open_run(job.root, "second", 4)
-        job.commit_states(5, {"model": {"w": torch.zeros(3)}}, run=2)
+        job.commit_states(5, {"model": {"w": torch.zeros(3)}, "optim": {}}, run=2)
         gone = 5
     else:
         rewind(job.root, 4)

@@ -380,7 +380,7 @@ def test_the_copies_of_pinned_and_tagged_steps_stay_with_the_reason(
     last = parse_policy("last=1")
     plan = prune_remote(job.root, url, Rules(last, last))
     assert [step.step for step in Remote(url).list_steps()] == [1, 2, 4]
-    kept = {each.step: why for each, why in plan.steps}
+    kept = {each.step: why for each, _, why in plan.describe()}
     assert (kept[1], kept[2], kept[3]) == ("pinned: the paper", "tagged best", "")
 
 

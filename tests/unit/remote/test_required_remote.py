@@ -392,7 +392,7 @@ def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(mac
     saves = one.train("first", 1, 2, 3, 4)
     pin(saves.root, 2)
     newest = Rules(parse_policy("last=1"), ALL)
-    assert prune_remote(saves.root, one.url, Rules(ALL, ALL)).steps == []
+    assert prune_remote(saves.root, one.url, Rules(ALL, ALL)).describe() == []
     done = prune_remote(saves.root, one.url, newest)
     assert [each.step for each in done.removed] == [1, 3]
     assert [step.step for step in Remote(one.url).list_steps()] == [2, 4]

@@ -40,6 +40,8 @@ class StepRow:
     run: int | None = None
     """Number of the run that saved it; None if it has no readable manifest."""
     kinds: tuple[Kind, ...] = ()
+    removed: tuple[str, ...] = ()
+    """Components that retention has removed from it; none if it is as it was committed."""
     left_out: tuple[str, ...] = ()
     """Components that its run did not load of the step that it resumed from."""
     checkpoint_run: int = 0
@@ -98,7 +100,8 @@ class StepRow:
         reason = re.sub(rf"/\S*/global_step_{self.step}/", "", reason)
         why = "" if self.status in ("valid", "not committed") else reason
         progress = describe_progress(self.progress) if self.progress else ""
-        lacks = [f"model of {role} not exported" for role in self.failed_exports]
+        lacks = ["weights only"] * bool(self.removed)
+        lacks += [f"model of {role} not exported" for role in self.failed_exports]
         found = progress, latest * bool(self.latest_of), *self.alarms, *lacks, *self.in_use, remote
         return [*filter(None, (*found, why.partition(". Choose another step")[0]))]
 
