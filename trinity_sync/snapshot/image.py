@@ -410,12 +410,13 @@ def fill(
     computed: ComputedEvents | None = None,
     threads: int = 0,
     file: int | None = None,
+    fresh: int | None = None,
 ) -> None:
     """Copy the state's data, and the headers that have changed, into an image.
 
     ``image`` is a ``uint8`` tensor in shared memory, ``layout`` and ``storages`` (on any device)
     are from `lay_out`. The image already has the headers of ``there``: shared extents are not
-    copied again. ``computed``, ``threads`` and ``file`` are those of `copy_into`.
+    copied again. ``computed``, ``threads``, ``file`` and ``fresh`` are those of `copy_into`.
 
     Raises:
         ImageError: the image is too small, or as in `copy_into`.
@@ -428,7 +429,8 @@ def fill(
             if id(extent) not in written:
                 offset, content = extent
                 memory[offset : offset + len(content)] = content
-    copy_into(image, layout.holes, storages, computed=computed, threads=threads, file=file)
+    how: Any = {"computed": computed, "threads": threads, "file": file, "fresh": fresh}
+    copy_into(image, layout.holes, storages, **how)
 
 
 class _Sink:

@@ -1,9 +1,9 @@
 """A slot as a trainer uses it: a reusable place for one image in shared memory.
 
-Touching fresh shared memory costs up to fifty times a copy into mapped memory, so a slot only grows
-and stays mapped as long as its process lives, unless saves do without it for long. The trainer
-fills it under the exclusive lock, readers share the lock: no reader sees an image change, and the
-lock of a process that died is released by the kernel.
+Touching fresh shared memory costs several copies into mapped memory, so a slot only grows and stays
+mapped as long as its process lives, unless saves do without it for long. The trainer fills it under
+the exclusive lock, readers share the lock: no reader sees an image change, and the lock of a
+process that died is released by the kernel.
 
 A job that is started again uses the slots of its previous process, which may not have ended yet. So
 each process that uses a slot shares a second lock on its file, and only the last one removes the
@@ -18,7 +18,6 @@ and its mapping under the lock, and is created again if it is gone.
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from trinity_sync.snapshot.ticket import (
     try_remove_slot,
     version_tag_path,
 )
+from trinity_sync.tensors.memcpy import CAN_MAP_PAGES, map_image, map_pages
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class Slot:
         self._filled = b""
         """Name of the last image of this process, as written to the end of the file."""
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.is_mapped = False
+        """Whether all pages of the memory are mapped, or as many as a copy needs."""
         self._pinned = self._cannot_pin = False
         self._ours = threading.Lock()
         self.file = _kept(path)
@@ -151,10 +153,10 @@ class Slot:
         os.pwrite(self.file.fd, self._filled, len(memory) - len(self._filled))
         return memory
 
-    def image(self, nbytes: int, *, populate: bool = True) -> torch.Tensor:
+    def image(self, nbytes: int) -> torch.Tensor:
         """Return the slot's memory as a ``uint8`` tensor with at least ``nbytes`` elements.
 
-        Without ``populate``, new memory is touched by whoever writes to it first.
+        Pages of new memory are mapped by `touch`, or by whoever writes to them first.
 
         Raises:
             SpoolFullError: the spool has no room for it; nothing was changed.
@@ -165,33 +167,35 @@ class Slot:
             allocate_slot(fd, self.path, size)
             self._unmap()
             # a mapping lives as long as its last view
-            memory = self.file.map(size, writable=True, populate=populate)
+            memory = self.file.map(size, writable=True, populate=not CAN_MAP_PAGES)
             self._image = torch.frombuffer(memory, dtype=torch.uint8)
+            self.is_mapped = not CAN_MAP_PAGES
         return self._image
 
-    def touch(self, nbytes: int, ended: Callable[[], bool]) -> None:
+    def touch(self, nbytes: int | None, ended: Callable[[], bool]) -> None:
         """Make the memory of `image` fast to write, a part at a time, until ``ended`` is true.
 
-        It changes no byte, leaves the slot to readers, and holds no GIL for long. It does nothing
-        if another process fills the slot.
+        With None the memory that it has. It changes no byte, leaves the slot to readers, and holds
+        no GIL for long. It does nothing if another process fills the slot.
 
         Raises:
             SpoolFullError: as `image`.
         """
-        if not self.try_lock():
-            return
-        try:
-            self.image(nbytes, populate=False)
-        finally:
-            self.unlock()
-        if self.try_lock(shared=True):
+        if nbytes is not None:
+            if not self.try_lock():
+                return
             try:
-                for part in self._image.split(_PART):
-                    if ended():
-                        return
-                    part[:: mmap.PAGESIZE].bitwise_or_(0)
-                if torch.cuda.is_initialized():
-                    self.pin()
+                self.image(nbytes)
+            finally:
+                self.unlock()
+        image = self._image
+        for part in () if self.is_mapped else image.split(_PART):
+            if ended() or not map_pages(part.data_ptr(), len(part)):
+                return
+        self.is_mapped = image is self._image
+        if torch.cuda.is_initialized() and not self._pinned and self.try_lock(shared=True):
+            try:
+                self.pin()
             finally:
                 self.unlock()
 
@@ -211,6 +215,9 @@ class Slot:
 
     def pin(self) -> None:
         """Page-lock the mapped memory, once, for CUDA copies at full speed."""
+        if not self.is_mapped:
+            map_image(self._image)
+            self.is_mapped = True
         if self._pinned or self._cannot_pin:
             return
         address, size = self._image.data_ptr(), len(self._image)

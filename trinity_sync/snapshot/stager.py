@@ -271,8 +271,9 @@ class Stager:
                 slot.holds = ticket
                 images.append(ticket.image)
         stall_s = self._measure_stall(plan)
-        if idle:
-            self._begin_beside(partial(_give_back, idle))
+        fresh = [slot for slot, _ in filled if not slot.is_mapped]
+        if idle or fresh:
+            self._begin_beside(partial(_tend, idle, fresh))
         return Staged(plan.components, plan.nbytes, stall_s, waited, tuple(images))
 
     def _measure_stall(self, plan: StagePlan) -> float:
@@ -411,6 +412,7 @@ class Stager:
         there, slot.laid_out = slot.laid_out, None  # until the image is complete
         threads = 1 if plan.overlap else 0  # training has the other cores
         how: dict[str, Any] = {"there": there, "computed": plan.computed, "threads": threads}
+        how["fresh"] = None if slot.is_mapped else slot.file.fd
         if part.watch:
             part.watch.fill(image, slot.file.fd, ticket.what, **how)
         else:
@@ -457,9 +459,11 @@ def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
     return count * sum(get_shard(each).nbytes + ALIGNMENT for each in tensors)
 
 
-def _give_back(slots: Sequence[Slot], ended: Callable[[], bool]) -> None:
-    """Give the memory of slots back that saves do without, if no reader can want it."""
-    for slot in slots:
+def _tend(idle: Sequence[Slot], fresh: Sequence[Slot], ended: Callable[[], bool]) -> None:
+    """Map the fresh slots, and give idle ones back, if no reader can want their memory."""
+    for slot in fresh:
+        slot.touch(None, ended)
+    for slot in idle:
         if slot.free and not slot.published and slot.try_lock():
             try:
                 if slot.free and not slot.published:

@@ -3,7 +3,9 @@
 import errno
 import gc
 import logging
+import mmap
 import os
+import resource
 import signal
 import textwrap
 import threading
@@ -316,6 +318,46 @@ def test_prewarming_touches_the_memory_of_the_next_image_and_of_no_other(job: Jo
     assert second.stat().st_blocks == 0
     job.stage(1, {"model": {"w": torch.ones(10 << 20)}})
     assert staged_state(job, 1)["w"].all()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_first_image_takes_no_page_fault_a_page_and_is_mapped_afterwards(
+    job: Job, overlap: bool
+) -> None:
+    torch.set_num_threads(1)
+    stager = job.stager()
+    plan = stager.lay_out(job.origin(1), {"model": {"w": torch.ones(16 << 20)}}, overlap=overlap)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    stager.copy(plan)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < (64 << 20) // mmap.PAGESIZE // 4
+    assert stager._beside
+    stager._beside[1].join()
+    assert mapped_nbytes(job.spool.slot("actor", "model", 0, 0)) >= 64 << 20
+
+
+def test_threads_that_fill_fresh_memory_in_two_ways_make_one_image(job: Job) -> None:
+    torch.set_num_threads(4)
+    state = {f"w{number}": torch.rand(3_000_001) for number in range(12)}
+    job.stage(1, {"model": state})
+    assert all(map(torch.equal, staged_state(job, 1).values(), state.values()))
+
+
+def test_what_maps_an_image_keeps_its_slot_from_nobody_and_survives_that_it_is_cut(
+    job: Job,
+) -> None:
+    slot = Slot(job.spool.slot("actor", "model", 0, 0))
+    slot.image(20 << 20)
+
+    def cut() -> bool:
+        assert slot.try_lock()
+        slot.unlock()
+        os.truncate(slot.path, 4096)
+        return False
+
+    slot.touch(None, cut)
+    assert not slot.is_mapped
+    slot.close(remove=True)
 
 
 def test_a_save_ends_what_touches_memory_and_uses_its_slot(
