@@ -26,6 +26,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.job import mapped_nbytes
 from tests.support.states import copied, differences
 from tests.trainers.local_saves import (
     TOKENS,
@@ -129,6 +130,43 @@ def read_by_lightning(
         *differences(state_of(module), state_of(resumed)),
         *differences(dict(module.state_dict()), weights),
     ]
+
+
+class Look(Callback):
+    """Looks at the memory of a rank's saves, once what touches it has ended."""
+
+    def __init__(self, saves: TrinitySyncCallback) -> None:
+        self.saves, self.sizes = saves, dict[str, int]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if not self.sizes and self.saves._saves and self.saves._saves._coordinator:
+            coordinator = self.saves._saves.coordinator
+            assert coordinator._stager._beside
+            coordinator._stager._beside[1].join()
+            names = ("dcp",) if self.saves._saves.is_sharded else ("model", "optim")
+            slots = {n: coordinator.spool.slot("actor", n, coordinator.rank, 0) for n in names}
+            self.sizes = {name: mapped_nbytes(slot) for name, slot in slots.items()}
+
+
+def look_at_the_first_step(
+    folder: Path, spool: Path, module: type[Small] = Small, **arguments: Any
+) -> dict[str, int]:
+    look = Look(saves := saving(folder, spool, 2))
+    fit(module(), [saves, look], steps=2, **arguments)
+    return look.sizes
+
+
+def look_at_the_first_step_of_shards(folder: Path, spool: Path) -> dict[str, int]:
+    ranks = {"strategy": ModelParallelStrategy(), "devices": 2}
+    return look_at_the_first_step(folder, spool, Sharded, **ranks)
+
+
+def touch_the_memory_of_the_first_save(folder: Path, spool: Path) -> None:
+    alone = look_at_the_first_step(folder, spool)
+    assert alone["model"]
+    assert alone["optim"]
+    for sizes in on_ranks(folder, look_at_the_first_step_of_shards, folder / "ranks", spool):
+        assert sizes["dcp"]
 
 
 def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:

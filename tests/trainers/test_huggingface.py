@@ -32,6 +32,7 @@ from transformers import (
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.job import mapped_nbytes
 from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, commit_here, make_gpt2, replace_files
 from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
@@ -128,6 +129,50 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "schedule": trainer.lr_scheduler.state_dict(),
         "random": torch.get_rng_state(),
     }
+
+
+class Look(TrainerCallback):
+    """Looks at the memory of the saves, once what touches it has ended, before the first step."""
+
+    def __init__(self, saves: TrinitySyncCallback) -> None:
+        self.saves, self.sizes = saves, list[int]()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if state.global_step == 0 and self.saves._saves:
+            coordinator = self.saves._saves.coordinator
+            assert coordinator._stager._beside
+            coordinator._stager._beside[1].join()
+            slots = [coordinator.spool.slot("actor", name, 0, 0) for name in ("model", "optim")]
+            self.sizes = [mapped_nbytes(slot) for slot in slots]
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["c_attn"])])
+def test_the_memory_of_the_first_save_is_touched_before_it(
+    callback: MakeCallback, adapter: LoraConfig | None
+) -> None:
+    look = Look(saves := callback())
+    trainer = hugging_face(saves, stop=1, adapter=adapter, model=make_gpt2(n_embd=256))
+    trainer.add_callback(look)
+    trainer.train()
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    for size, least in zip(look.sizes, (trained, 2 * trained), strict=True):
+        assert least <= size <= least + (4 << 20)
+
+
+def test_a_trainer_is_told_before_it_trains_that_its_saves_may_not_fit(
+    tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = trainer_saves.TrainerSaves(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
+    saves.prewarm(1 << 50, [])
+    saves.close()
+    assert "Saves will be slow, or fail: the images of this job need" in caplog.text
+    assert "--shm-size" in caplog.text
+
+
+def test_a_training_that_saves_nothing_makes_no_root(callback: MakeCallback) -> None:
+    saves = callback()
+    hugging_face(saves, stop=1, save_strategy="no").train()
+    assert not saves.root.exists()
 
 
 def test_a_hugging_face_trainer_resumes_bit_equal_in_mid_epoch(

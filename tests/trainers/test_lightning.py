@@ -36,6 +36,10 @@ def test_strategies_that_cannot_be_saved_are_refused_before_training(call: Call)
     call("refuse_strategies_by_name")
 
 
+def test_the_memory_of_lightnings_first_save_is_touched_before_it(call: Call) -> None:
+    call("touch_the_memory_of_the_first_save")
+
+
 def test_a_lightning_trainer_resumes_bit_equal_in_mid_epoch(call: Call) -> None:
     call("resume_bit_equal_in_mid_epoch")
 

@@ -47,6 +47,7 @@ class Collaborators:
         self._stager = Stager(
             self.spool,
             slots=settings.slots,
+            ranks=sum(len(each.ranks) for each in self._places if each.node == settings.node),
             slot_wait_s=settings.slot_wait_s,
             on_long_wait=self._watcher.hurry,
         )

@@ -452,7 +452,7 @@ class CheckpointCoordinator(Collaborators):
         self._stager.prewarm(lambda: images)
 
     def require_room(self, nbytes: int) -> None:
-        """Check that all slots of this node's ranks fit into the spool.
+        """Check that all slots of this node's ranks fit into the spool, and log the bytes.
 
         Args:
             nbytes: bytes of one image of each component of a rank, in total.
@@ -460,9 +460,7 @@ class CheckpointCoordinator(Collaborators):
         Raises:
             SpoolFullError: they do not fit; the message says how many bytes are needed.
         """
-        here = [place for place in self._places if place.node == self.settings.node]
-        ranks = sum(len(place.ranks) for place in here)
-        self.spool.require_room(self.settings.slots * nbytes * ranks)
+        self._stager.require_room(nbytes)
 
     # ------------------------------------------------------------ saving
 

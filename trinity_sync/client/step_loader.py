@@ -152,11 +152,13 @@ class StepLoader:
         def find() -> list[tuple[str, str, int, int]]:
             found = manifest or read_manifest(self.root, step, ranks=[self.rank])
             own = self.rank, self.world_size
-            return [
+            images = [
                 (each.role, each.component, each.rank, each.nbytes)
                 for each in (found.files if found else ())
                 if each.is_shard and (each.rank, each.world_size) == own
             ]
+            self.stager.require_room(sum(nbytes for *_, nbytes in images))
+            return images
 
         self.stager.prewarm(find)
 

@@ -48,6 +48,21 @@ def find_room(folder: Path) -> Room:
     return room
 
 
+def measure_ray_stores(folder: Path) -> int:
+    """Return the bytes that object stores of Ray may still take of a folder's file system.
+
+    A store has its whole size from the beginning, and takes memory as objects come.
+    """
+    left, device = dict[int, int](), folder.stat().st_dev
+    for name in Path("/proc").glob("[0-9]*/comm"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            for fd in (name.parent / "fd").iterdir() if name.read_text() == "raylet\n" else ():
+                found = fd.stat()
+                if found.st_dev == device:
+                    left[found.st_ino] = max(0, found.st_size - found.st_blocks * 512)
+    return sum(left.values())
+
+
 def _iter_limits() -> Iterator[tuple[Path, int]]:
     """Yield each control group of this process, and the bytes that its limit leaves."""
     for kind, point, folder in _list_groups():

@@ -47,7 +47,7 @@ with from_extra("hf"):
     from accelerate.state import AcceleratorState, is_initialized
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import TRAINER_STATE_NAME
-    from transformers.trainer_utils import get_last_checkpoint
+    from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
     from transformers.utils import ADAPTER_WEIGHTS_NAME
 
 logger = logging.getLogger(__name__)
@@ -276,6 +276,12 @@ class TrinitySyncCallback(TrainerCallback):
             self._get_saves().require_nothing_newer(
                 state.global_step, settle_s=SETTLE_S, resume=_RESUME
             )
+        if args.save_strategy != SaveStrategy.NO:
+            model, optimizer = parts["model"], parts["optimizer"]
+            weights: Any = model
+            if is_adapted(model):
+                weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            self._get_saves().prewarm(weights, [optimizer])
 
     def _warn_of_other_checkpoints(self, output_dir: str) -> None:
         """Warn of checkpoints that `Trainer` has saved, if a job without steps begins at step 0."""

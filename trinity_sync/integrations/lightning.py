@@ -144,6 +144,8 @@ class TrinitySyncCallback(ModelCheckpoint):
             self._get_saves(trainer.strategy).require_nothing_newer(
                 self._saved, settle_s=self._settle_s, resume='ckpt_path="last"'
             )
+        if not trainer.fast_dev_run:
+            self._get_saves(trainer.strategy).prewarm(pl_module, trainer.optimizers)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -37,7 +37,7 @@ from uuid import UUID
 from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError, warn_once
 from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, replace_file
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
-from trinity_sync.fs.memory import find_room
+from trinity_sync.fs.memory import find_room, measure_ray_stores
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of, parse_number
 from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity
@@ -278,9 +278,10 @@ class JobSpool:
                 try_remove_slot(file, slot)
 
     def require_room(self, nbytes: int) -> None:
-        """Check that images of ``nbytes`` bytes in total will fit.
+        """Check that images of ``nbytes`` bytes in total will fit, and log how many can be had.
 
-        Slots of an earlier run count as free, because they are reused.
+        Slots of an earlier run count as free, because they are reused. That Ray's object store may
+        need the memory is a warning.
 
         Raises:
             SpoolFullError: they do not fit; the message says how many bytes are needed.
@@ -289,13 +290,20 @@ class JobSpool:
         self.make()
         mine = sum(p.stat().st_blocks * 512 for p in list_paths(self.folder, f"*{SLOT_SUFFIX}"))
         remove_replaced_spools(self, nbytes=nbytes - mine)
-        room = find_room(self.folder)
+        room, store = find_room(self.folder), measure_ray_stores(self.folder)
+        found = (
+            f"the images of this job need {nbytes:,} bytes in spool {self.folder}, where "
+            f"{room.nbytes + mine:,} can be had"
+        )
+        found += f", of which Ray's object store may take {store:,}" if store else ""
+        todo = (
+            f". {room.enlarge}, or set TRINITY_SYNC_SPOOL to another folder in memory, or "
+            "TRINITY_SYNC_SLOTS=1."
+        )
         if nbytes > room.nbytes + mine:
-            raise SpoolFullError(
-                f"the images of this job need {nbytes:,} bytes in spool {self.folder}, where "
-                f"{room.nbytes + mine:,} can be had. {room.enlarge}, or set TRINITY_SYNC_SPOOL to "
-                "another folder in memory, or TRINITY_SYNC_SLOTS=1."
-            )
+            raise SpoolFullError(found + todo)
+        lacks = nbytes > room.nbytes + mine - store
+        logger.log(logging.WARNING if lacks else logging.INFO, found + todo * lacks)
 
 
 def open_job_spool(spool: Path, root: str | Path) -> JobSpool:

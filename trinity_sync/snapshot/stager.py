@@ -109,7 +109,8 @@ class StagePlan:
 class Stager:
     """Stages the components of one rank; their slots stay mapped between saves.
 
-    With two ``slots`` per component, one image is persisted while the next is staged. For
+    With two ``slots`` per component, one image is persisted while the next is staged. ``ranks``
+    save on this node. For
     ``slot_wait_s`` staging waits for a slot, and the image of a checkpoint cannot be evicted.
     ``clock`` returns monotonic seconds, the same for all processes of the node: setting a wall
     clock forward would age new images. ``on_long_wait`` is called while a save waits for a slot.
@@ -120,11 +121,13 @@ class Stager:
         spool: JobSpool,
         *,
         slots: int = 2,
+        ranks: int = 1,
         slot_wait_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
         on_long_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
+        self._spool, self._images = spool, slots * ranks
         self.slots = SlotPool(spool, slots, slot_wait_s, clock, on_long_wait)
         self._layouts: dict[tuple[str, str, int], tuple[int, Layout | None]] = {}
         """Step and layout of the last image, by role, component and rank."""
@@ -248,7 +251,7 @@ class Stager:
         """
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
-        idle: list[Slot] = []
+        idle, fresh = list[Slot](), list[Slot]()
         with _name_unwritable(plan.origin), plan.locks, use_device(plan.computed):
             for part in plan.parts:
                 if part.staged_in:
@@ -259,6 +262,8 @@ class Stager:
                 idle += self.slots.list_idle(plan.origin, part.component, slot)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part)))
+                if not slot.is_mapped:
+                    fresh.append(slot)
             if plan.again and all(not s.free and s.holds == ticket for s, ticket in filled):
                 for slot, _ in filled:  # the same submission: a retry may be writing it
                     failure_path(slot.path).unlink(missing_ok=True)
@@ -271,7 +276,6 @@ class Stager:
                 slot.holds = ticket
                 images.append(ticket.image)
         stall_s = self._measure_stall(plan)
-        fresh = [slot for slot, _ in filled if not slot.is_mapped]
         if idle or fresh:
             self._begin_beside(partial(_tend, idle, fresh))
         return Staged(plan.components, plan.nbytes, stall_s, waited, tuple(images))
@@ -358,6 +362,10 @@ class Stager:
             )
             write_version_tag(slot.path, published)
         return published
+
+    def require_room(self, nbytes: int) -> None:
+        """As `CheckpointCoordinator.require_room`."""
+        self._spool.require_room(self._images * nbytes)
 
     def prewarm(self, find: Callable[[], Iterable[tuple[str, str, int, int]]]) -> None:
         """Map and touch memory in a thread, so that the first save is as fast as later ones.

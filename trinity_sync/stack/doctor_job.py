@@ -13,7 +13,7 @@ from typing import Literal
 from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths
 from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
-from trinity_sync.fs.memory import find_room
+from trinity_sync.fs.memory import find_room, measure_ray_stores
 from trinity_sync.layout import ROOT_FORMAT, steps_on_disk
 from trinity_sync.saves.journal import Journal
 from trinity_sync.settings import Settings
@@ -157,7 +157,7 @@ def _check_shared_memory(spool: JobSpool, settings: Settings, step_bytes: int) -
     needed = settings.slots * step_bytes
     used = sum(path.stat().st_blocks * 512 for path in list_paths(spool.folder, "*.slot"))
     room = find_room(settings.spool)
-    available = room.nbytes + used
+    available = room.nbytes + used - measure_ray_stores(settings.spool)
     found = (
         f"{settings.slots} x {step_bytes / 1e9:.1f} GB needed, {available / 1e9:.1f} GB available"
     )

@@ -17,6 +17,7 @@ from transformers import Qwen2ForCausalLM
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.job import mapped_nbytes
 from trinity_sync import (
     CheckpointCoordinator,
     ConfigError,
@@ -70,6 +71,9 @@ def test_verls_engine_saves_and_loads_through_the_manager(
 ) -> None:
     coordinator = new_run()
     manager = use_trinity_sync(policy.engine, coordinator)
+    assert coordinator._stager._beside  # touches the memory of the first save
+    coordinator._stager._beside[1].join()
+    assert mapped_nbytes(coordinator.spool.slot("actor", "optim", 0, 0))
     same = batch()
     policy.train_on(same)
     folder = str(step_folder(coordinator.root, 1) / "actor")

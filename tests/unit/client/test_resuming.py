@@ -130,6 +130,18 @@ def test_a_run_that_has_resumed_touches_the_memory_of_its_first_save(
     assert [each.slot for each in job.spool.tickets()[0]] == [slot]
 
 
+def test_a_run_that_has_resumed_tells_at_once_that_its_saves_do_not_fit(
+    saved: Path, coordinator_of: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    resumed = coordinator_of(run_key="second")
+    resumed._stager._images = 1 << 50  # ranks of this node, and their slots
+    resumed.load(40)
+    assert resumed._stager._beside
+    resumed._stager._beside[1].join()
+    assert "Saves will be slow, or fail: the images of this job need" in caplog.text
+    assert "TRINITY_SYNC_SLOTS=1" in caplog.text
+
+
 @pytest.mark.parametrize(
     "make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD]
 )

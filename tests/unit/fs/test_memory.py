@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.fs import memory
-from trinity_sync.fs.memory import find_room
+from trinity_sync.fs.memory import find_room, measure_ray_stores
+from trinity_sync.snapshot.spool import JobSpool
 
 LIMIT = 1 << 30
 
@@ -57,6 +58,31 @@ def test_what_a_memory_limit_leaves_is_the_room(group: Path, spool_folder: Path)
     required, allocated = done.stdout.splitlines()
     assert f"The memory limit of {group} counts shared memory: raise it" in required
     assert f"The memory limit of {group} counts shared memory: raise it" in allocated
+
+
+RAYLET = """
+import os, sys, tempfile
+open("/proc/self/comm", "w").write("raylet")
+store = tempfile.TemporaryFile(dir=sys.argv[1])
+os.ftruncate(store.fileno(), 1 << 40)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_the_store_of_a_ray_node_may_still_take_is_told_before_a_training(
+    spool_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = JobSpool(spool_folder / "job")
+    command = [sys.executable, "-c", RAYLET, str(spool_folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout
+        assert raylet.stdout.readline()
+        assert measure_ray_stores(spool_folder) >= 1 << 40
+        spool.require_room(1 << 20)
+    assert "need 1,048,576 bytes in spool" in caplog.text
+    assert "of which Ray's object store may take 1," in caplog.text
+    assert "--shm-size" in caplog.text
 
 
 def test_without_a_limit_the_room_is_that_of_the_file_system(spool_folder: Path) -> None:

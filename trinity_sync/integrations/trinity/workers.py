@@ -68,7 +68,7 @@ class CriticWorker(TrinityCriticWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_trinity_sync(self, job: Job) -> None:
         """Make the engine save and load through trinity_sync."""
-        self._manager = use_trinity_sync(self.engine, job.make_coordinator())
+        self._manager = use_trinity_sync(self.engine, job.make_coordinator(), role="critic")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_on_save_thread(self) -> None:

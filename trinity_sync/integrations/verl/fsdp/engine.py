@@ -18,15 +18,17 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
     get_model_state_to_stage,
 )
 from trinity_sync.layout import split_role_path
-from trinity_sync.tensors.torch_private import get_shard
 
 
-def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPCheckpointManager:
+def use_trinity_sync(
+    engine: Any, coordinator: CheckpointCoordinator, *, role: str = "actor"
+) -> FSDPCheckpointManager:
     """Make an initialized engine save and load through ``coordinator``.
 
     Args:
         engine: veRL's FSDPEngine; its ``checkpoint_manager`` is replaced.
         coordinator: the job's coordinator on this rank.
+        role: role of the engine's saves, whose memory is touched beside the first steps.
 
     Returns:
         The engine's new checkpoint manager.
@@ -35,7 +37,6 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
         SpoolFullError: the images do not fit into shared memory; the message says how many bytes
             they need.
     """
-    coordinator.require_room(estimate_image_bytes(engine.module, engine.optimizer))
     manager = FSDPCheckpointManager(
         engine.module,
         engine.optimizer,
@@ -45,18 +46,12 @@ def use_trinity_sync(engine: Any, coordinator: CheckpointCoordinator) -> FSDPChe
         trust_remote_code=engine.model_config.trust_remote_code,
         coordinator=coordinator,
     )
+    sizes = {"model": engine.module}
+    if manager.should_save_optimizer:
+        sizes["optim"] = engine.optimizer
+    coordinator.prewarm(sizes, role=role)
     engine.checkpoint_manager = manager
     return manager
-
-
-def estimate_image_bytes(module: Any, optimizer: Any) -> int:
-    """Return the bytes of one rank's images, with twice the model's for the optimizer, as for Adam.
-
-    Without an optimizer, the model alone counts.
-    """
-    shards = map(get_shard, module.parameters())
-    model = sum(shard.numel() * shard.element_size() for shard in shards)
-    return model * (3 if optimizer is not None else 1)
 
 
 def fsdp_save_state_dict(
