@@ -34,13 +34,7 @@ from trinity_sync.adapter import (
     open_on_all_ranks,
     run_on_all_ranks,
 )
-from trinity_sync.errors import (
-    CommitError,
-    ConfigError,
-    SaveTimeoutError,
-    SpoolFullError,
-    TrinitySyncError,
-)
+from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.saves.journal import PATIENCE_S
 from trinity_sync.snapshot.job_identity import explain_away
@@ -113,7 +107,7 @@ class TrainerSaves:
         sizes = {"model": estimate_nbytes(model), "optim": sum(map(estimate_nbytes, known))}
         try:
             self._coordinator.prewarm({"dcp": sum(sizes.values())} if self._saver else sizes)
-        except SpoolFullError as error:
+        except TrinitySyncError as error:
             logger.warning("Saves will be slow, or fail: %s", error)
 
     def save(

@@ -46,7 +46,7 @@ from trinity_sync.snapshot.layout_key import (
     pack_floats,
     walk_state,
 )
-from trinity_sync.tensors.memcpy import ComputedEvents, copy_into, exceeds_storage, view_bytes
+from trinity_sync.tensors.memcpy import copy_into, exceeds_storage, view_bytes
 from trinity_sync.tensors.torch_private import (
     HASHED,
     disable_subclasses,
@@ -407,16 +407,13 @@ def fill(
     storages: Storages,
     *,
     there: Layout | None = None,
-    computed: ComputedEvents | None = None,
-    threads: int = 0,
-    file: int | None = None,
-    fresh: int | None = None,
+    **how: Any,
 ) -> None:
     """Copy the state's data, and the headers that have changed, into an image.
 
     ``image`` is a ``uint8`` tensor in shared memory, ``layout`` and ``storages`` (on any device)
     are from `lay_out`. The image already has the headers of ``there``: shared extents are not
-    copied again. ``computed``, ``threads``, ``file`` and ``fresh`` are those of `copy_into`.
+    copied again. ``how`` goes to `copy_into`.
 
     Raises:
         ImageError: the image is too small, or as in `copy_into`.
@@ -429,7 +426,6 @@ def fill(
             if id(extent) not in written:
                 offset, content = extent
                 memory[offset : offset + len(content)] = content
-    how: Any = {"computed": computed, "threads": threads, "file": file, "fresh": fresh}
     copy_into(image, layout.holes, storages, **how)
 
 

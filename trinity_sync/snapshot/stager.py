@@ -110,10 +110,10 @@ class Stager:
     """Stages the components of one rank; their slots stay mapped between saves.
 
     With two ``slots`` per component, one image is persisted while the next is staged. ``ranks``
-    save on this node. For
-    ``slot_wait_s`` staging waits for a slot, and the image of a checkpoint cannot be evicted.
-    ``clock`` returns monotonic seconds, the same for all processes of the node: setting a wall
-    clock forward would age new images. ``on_long_wait`` is called while a save waits for a slot.
+    save on this node. For ``slot_wait_s`` staging waits for a slot, and the image of a checkpoint
+    cannot be evicted. ``clock`` returns monotonic seconds, the same for all processes of the node:
+    setting a wall clock forward would age new images. ``on_long_wait`` is called while a save waits
+    for a slot.
     """
 
     def __init__(
