@@ -26,6 +26,8 @@
 """
 
 import hashlib
+import math
+import numbers
 import operator
 import os
 import re
@@ -234,9 +236,19 @@ def check_number(what: str, value: object) -> int:
     return number
 
 
+def check_seconds(what: str, value: object) -> float:
+    """Return a number of seconds, or raise `ConfigError`."""
+    if not isinstance(value, numbers.Real) or math.isnan(value):
+        raise ConfigError(f"{what} {reprlib.repr(value)} is no number of seconds; pass a float")
+    return float(value)
+
+
 def check_type(what: str, value: object, kind: Any, wanted: str) -> None:
-    """Raise `ConfigError`, with what is wanted, unless a value is of a type or union of types."""
-    if not isinstance(value, kind):
+    """Raise `ConfigError`, with what is wanted, unless a value is of a type or union of types.
+
+    A text is no `Collection`.
+    """
+    if not isinstance(value, kind) or (kind is Collection and isinstance(value, str)):
         raise ConfigError(f"{what} may not be {reprlib.repr(value)}; pass {wanted}")
 
 

@@ -143,6 +143,7 @@ class Checkpoints:
             CommitError: the step is not committed, has no shards of this rank, or is corrupted.
             ConfigError: it has not all components of ``only``.
         """
+        rank, world_size = check_number("rank", rank), check_number("world size", world_size)
         step = self.resolve(step)
         with lease_to_read(self.root, step, READER) as manifest:
             self._name(manifest)

@@ -41,6 +41,7 @@ class Collaborators:
         root, settings, rank = self.root, self.settings, self.rank
         here = (root, self.spool, self._run, rank, self.world_size, self._places)
         self._watcher = CommitWatcher(requests, self.spool, rank=rank, run=self._run)
+        self._watcher.node_ranks = next(each.ranks for each in self._places if rank in each.ranks)
         self._submitter = SaveSubmitter(
             *here, self._watcher, identity, self.roles, write_concurrency
         )

@@ -33,6 +33,7 @@ from trinity_sync.saves.pending_save import PendingSave, end_images
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.storage.placement import describe_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class CommitWatcher:
         self._trigger = trigger
         self._spool = spool
         self._rank = rank
+        self.node_ranks: Collection[int] = ()
+        """Ranks of this node, of which warnings name those that have not saved."""
         self._leads = rank == 0
         # no reference: the thread lives on, and a coordinator that is gone has no living run
         self._own_run = weakref.ref(run) if run and self._leads else None
@@ -147,6 +150,22 @@ class CommitWatcher:
         with self._lock:  # images of saves that others know to have failed are evicted
             self._sweeps |= not self._leads and bool(self._pending)
             self._start()
+        if absent := self._find_absent(self._list_pending()):
+            logger.warning("%s", absent)
+
+    def _find_absent(self, saves: Sequence[PendingSave]) -> str:
+        """Return a sentence about the ranks of this node that have no part in the oldest save."""
+        with suppress(OSError, TrinitySyncError, IndexError):
+            request = saves[0].request
+            tickets = [each.ticket for each in self._spool.read_step(request.run, request.step)[0]]
+            roles = {each.role for each in tickets if each.rank == self._rank}
+            have = {each.rank for each in tickets if each.role in roles}
+            if have and (absent := [rank for rank in self.node_ranks if rank not in have]):
+                return (
+                    f"Step {request.step} waits for {describe_ranks(absent)} of this node: every "
+                    "rank has to call save. "
+                )
+        return ""
 
     def has_failed(self, key: str) -> bool:
         """Return whether this process knows that a save has failed."""
@@ -230,6 +249,7 @@ class CommitWatcher:
                 here_at = here_at if away else now
                 end = min(deadline, self._end_at, here_at + PATIENCE_S)
                 if now >= end:
+                    away = away or self._find_absent(saves)
                     raise _make_timeout(saves, away, closed=now >= self._end_at)
                 if now >= say_at:
                     say_at = math.inf
@@ -237,7 +257,7 @@ class CommitWatcher:
                         "Still waiting for the commit of %s, which does not need this process. %s"
                         "See trinity-sync runs and trinity-sync status",
                         ", ".join(save.request.run_name for save in saves),
-                        away,
+                        away or self._find_absent(saves),
                     )
                 self._changed.wait(min(end - now, say_at - now, SIGNAL_S))
                 if self._thread is None:  # none could be started

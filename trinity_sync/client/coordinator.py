@@ -21,12 +21,20 @@ from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import EmergencySave, noticed_by_any, run_emergency_save
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.client.save_submitter import read_states, select_own
+from trinity_sync.client.save_submitter import check_components, read_states, select_own
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.savers import NOTHING_STAGED, DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers
-from trinity_sync.layout import KINDS, Kind, check_name, check_number, check_type
+from trinity_sync.layout import (
+    COMPONENTS,
+    KINDS,
+    Kind,
+    check_name,
+    check_number,
+    check_seconds,
+    check_type,
+)
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, require_root
 from trinity_sync.snapshot.save_id import Export, Origin
@@ -125,7 +133,10 @@ class CheckpointCoordinator(Collaborators):
         if not rank < world_size:
             raise ConfigError(f"rank {rank} is not below the world size {world_size}")
         self.rank, self.world_size = rank, world_size
+        check_type("settings", settings, Settings | None, "Settings(...)")
+        check_type("run_key", run_key, str | None, "a text")
         self.settings = settings = settings or Settings()
+        check_type("roles", roles or (), Collection, "a list, such as ['actor', 'critic']")
         self.roles = tuple(check_name("role", role) for role in roles or settings.roles)
         requests = trigger or SaveTrigger(settings)
         opens = rank == 0 and not places
@@ -446,6 +457,7 @@ class CheckpointCoordinator(Collaborators):
             SpoolFullError: the spool is too small; the message says how many bytes are needed.
         """
         self._require_own_process()
+        check_components("prewarm", sizes, COMPONENTS)
         self.wait_staged()
         images = [(role, name, self.rank, estimate_nbytes(size)) for name, size in sizes.items()]
         self.require_room(sum(nbytes for *_, nbytes in images))
@@ -510,7 +522,7 @@ class CheckpointCoordinator(Collaborators):
                 DTensors, as with DDP, rank 0 alone saves them, and the others may leave them out.
                 With DTensors, as with HSDP under FSDP2, the first of the ranks with the same shards
                 saves them, and its files have the names of all. `load` returns them on all ranks.
-                Each rank has another component, such as ``extra_state``, as well.
+                A rank that has nothing else saves an empty ``extra_state``.
             metrics: numbers by name, as for `record_metrics`.
 
         Returns:
@@ -635,6 +647,8 @@ class CheckpointCoordinator(Collaborators):
     def wait_staged_before(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Call `wait_staged` before every ``optimizer.step()``; return the hook's handle."""
 
+        check_type("optimizer", optimizer, torch.optim.Optimizer, "the optimizer of the model")
+
         def wait(*_: Any) -> None:
             if self._is_own:  # a forked child has a copy of the memory
                 self.wait_staged()
@@ -727,7 +741,9 @@ class CheckpointCoordinator(Collaborators):
         """
         self._require_own_process()
         began, step = time.perf_counter(), check_number("step", step)
+        check_type("roles", roles or (), Collection, "a list, such as ['critic']")
         others = self.roles[1:] if roles is None else roles
+        timeout_s = check_seconds("timeout_s", timeout_s)
 
         def ask() -> None:
             require_root(self.root, self.spool.folder.name)
@@ -809,6 +825,7 @@ class CheckpointCoordinator(Collaborators):
                 commit.
             ConfigError: this process is a forked child.
         """
+        timeout = None if timeout is None else check_seconds("timeout", timeout)
         self.wait_staged()
         deadline = None if timeout is None else time.monotonic() + timeout
         self._failures += self._states.take_failures()
@@ -885,6 +902,7 @@ class CheckpointCoordinator(Collaborators):
             global_step: training step.
             is_state_dict: True for the sync of the step, False for its checkpoint.
         """
+        check_type(f"save function {name}", save_fn, Callable, "a function without arguments")
         status = self._status_of(name, global_step, is_state_dict)
         with self._states.defer_errors(status.step, status.kind, f"save function {name}"):
             self._callables.start(name, save_fn, status)
@@ -901,6 +919,7 @@ class CheckpointCoordinator(Collaborators):
         Args:
             save_fn, global_step, is_state_dict: as in `save_async`.
         """
+        check_type("save_fn", save_fn, Callable, "a function without arguments")
         name = f"sync-{uuid.uuid4().hex[:8]}"
         status, error = self._status_of(name, global_step, is_state_dict), None
         with self._states.defer_errors(status.step, status.kind, f"save function {name}"):
@@ -972,7 +991,8 @@ class CheckpointCoordinator(Collaborators):
                 is a forked child.
         """
         self._require_own_process()
-        self._preemption.notice(signum, grace_s)
+        check_type("signum", signum, int, "signal.SIGTERM")
+        self._preemption.notice(signum, check_seconds("grace_s", grace_s))
 
     @property
     def preempted(self) -> bool:
@@ -1012,10 +1032,11 @@ class CheckpointCoordinator(Collaborators):
         Returns:
             What was submitted, what is committed, and what was not done.
         """
+        left = self._preemption.left_s
         with suppress(ConfigError):  # save raises it again
             step = check_number("step", step)
+            left = left if deadline_s is None else check_seconds("deadline_s", deadline_s)
         self._has_waited = True
-        left = self._preemption.left_s if deadline_s is None else deadline_s
         self._stager.slots.wait_at_most(left / 4)
 
         def save(kind: Kind, states: Mapping[str, Any]) -> Sequence[str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.layout import check_type
 from trinity_sync.retention.policies import WITHOUT_METRICS, parse_policy, refuse_metrics
 from trinity_sync.storage.job_settings import JobSettings, write_job_settings
 
@@ -21,6 +22,7 @@ def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetting
     Raises:
         ConfigError: a name is unknown, or a value is invalid; nothing was changed.
     """
+    check_type("job", changes, Mapping, "a dict, such as {'keep': 'last=3'}")
     for name in ("keep", "keep_model", "keep_weights", "keep_quarantine", "remote_keep"):
         if changes.get(name) is not None:
             parse_policy(str(changes[name]))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trinity_sync.errors import SaveFailedError
+from trinity_sync.layout import check_seconds
 from trinity_sync.snapshot.stager import Staged
 
 
@@ -44,7 +45,7 @@ class SaveHandle(Staged):
         self.wait_staged()
         if self.committed:
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
         failure = self._find_failure() or self.wait_committed(deadline)
         if failure:
             raise SaveFailedError(failure)

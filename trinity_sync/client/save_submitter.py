@@ -1,5 +1,6 @@
 """Name the saves of a rank, and submit them to the commit watcher."""
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,9 @@ from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.placement import NodeRanks, read_placement, write_placement
 from trinity_sync.storage.save_functions import write_request
 from trinity_sync.tensors.replicas import find_replicas
+
+STATES = tuple(name for name in COMPONENTS if name not in {*FOLDERS, "dcp"})
+"""Components that are a user's states."""
 
 
 @dataclass
@@ -129,15 +133,7 @@ class SaveSubmitter:
         if kind not in KINDS or export not in get_args(Export):
             check_choice(f"step {step}: kind", kind, KINDS)
             check_choice(f"step {step}: export", export, get_args(Export))
-        are_known = bool(components)
-        for name, state in components.items():
-            are_known &= isinstance(state, LaidOut) or name in {*COMPONENTS} - {*FOLDERS, "dcp"}
-        if not are_known:
-            raise ConfigError(
-                f"step {step}: got the components {sorted(map(str, components))}; pass model, "
-                "optim or extra_state, such as {'model': model.state_dict()}, and put everything "
-                "else into extra_state"
-            )
+        check_components(f"step {step}", components)
         if kind == "checkpoint" and role not in self.roles:
             raise ConfigError(
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
@@ -212,6 +208,27 @@ class SaveSubmitter:
         return replace(save, attempt=attempt) if attempt else save
 
 
+def check_components(
+    what: str, components: Mapping[str, Any], known: Collection[str] = STATES
+) -> None:
+    """Require components, by name, that a save has.
+
+    Raises:
+        ConfigError: there is none, or an unknown one.
+    """
+    if not isinstance(components, Mapping):  # otherwise no call: a save calls this
+        check_type(f"{what}: components", components, Mapping, "a dict by component, as save takes")
+    others = [name for name, state in components.items() if not isinstance(state, LaidOut)]
+    unknown = [str(name) for name in others if name not in known]
+    if unknown or not components:
+        near = difflib.get_close_matches("".join(unknown[:1]), STATES, 1)
+        raise ConfigError(
+            f"{what}: got the components {sorted(map(str, components))}; pass model, "
+            "optim or extra_state, such as {'model': model.state_dict()}, and put everything "
+            "else into extra_state" + "".join(f" ({unknown[0]}: did you mean {n}?)" for n in near)
+        )
+
+
 def read_states(components: Mapping[str, Any]) -> dict[str, Any]:
     """Return components with the states of those that are objects and have one.
 
@@ -237,16 +254,18 @@ def select_own(
     Raises:
         ConfigError: they are not saved together with something of each rank in a checkpoint.
     """
+    check_type(f"step {step}: replicated", replicated, Collection, "a tuple, such as ('model',)")
     ranks = find_replicas([components.get(name) for name in replicated], rank)
     lacking = {*replicated} - {*components} if rank == 0 else set()
     own = {name: state for name, state in components.items() if name not in replicated}
-    if isinstance(replicated, str) or lacking or not own or kind != "checkpoint":
+    if lacking or ("extra_state" in replicated and not own) or kind != "checkpoint":
         raise ConfigError(
             f"step {step}: got the components {sorted(components)} with replicated={replicated!r}; "
-            "pass a tuple of components that rank 0 saves, in a checkpoint in which each rank has "
-            "another component, such as extra_state"
+            "pass a tuple of components that rank 0 saves, in a checkpoint, and leave extra_state "
+            "out of it unless each rank has another component"
         )
-    saved = dict(components) if rank == (ranks or (0,))[0] else own
+    own = own or {"extra_state": {}}  # it tells that this rank has called, on each node
+    saved = {**components, **own} if rank == (ranks or (0,))[0] else own
     return (saved, (), dict.fromkeys(replicated, ranks)) if ranks else (saved, replicated, {})
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from trinity_sync.errors import (
     ConfigError,
     ImageError,
@@ -29,7 +31,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import walk_files
 from trinity_sync.fs.process import call_held_handlers, hold_handlers, read_process_identity
-from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, is_shard_file
+from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, check_type, is_shard_file
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.packed import Packed, pack, read_folder
@@ -228,6 +230,9 @@ class StateSaver:
         if published:
             return published, replace(NOTHING_STAGED, stall_s=time.perf_counter() - began)
         state = collect() if state is None else state
+        if not isinstance(state, Mapping) or isinstance(state.get(MODEL), Mapping | nn.Module):
+            what = f"step {origin.step}: what is uploaded"
+            check_type(what, state, (), "model.state_dict(), without other components")
         if origin.role not in self._uploaded and isinstance(state, Mapping):
             _require_adapted(origin, [*map(str, state)])
         with hold_handlers():

@@ -205,6 +205,8 @@ def resolve_step(root: str | Path, step: int | str) -> int:
         CommitError: the file of a tag is torn, its step replaced, or there are too few checkpoints.
         FormatError: another release has committed a newer step.
     """
+    if step is None:
+        raise ConfigError(f"step None: latest_step() has found none in {root}; pass an int")
     if not isinstance(step, str):
         return check_number("step", step)
     if (number := parse_number(step)) is not None:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.layout import check_seconds, check_type
 from trinity_sync.storage.runs import is_run_gone, is_superseded
 from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.file_registry import FileRegistry
@@ -113,7 +114,7 @@ class WeightReader:
         self._role = role
         self._name = name
         self._opener = VersionOpener(name, verify=verify, node=self._registry.node, dtype=dtype)
-        self._timeout_s = timeout_s
+        self._timeout_s = check_seconds("timeout_s", timeout_s)
         self.dtype = dtype
         self.version: Version | None = None
 
@@ -174,6 +175,7 @@ class WeightReader:
             WeightSyncError: no version could be opened within the reader's ``timeout_s``, its
                 images do not add up to full tensors, or the version was broadcast.
         """
+        check_type("version", version, Version | None, "what wait_newer returns, or nothing")
         deadline = time.monotonic() + self._timeout_s
         wanted = version or self._registry.latest()
         problem, pause_s = "nothing was published", 0.005

@@ -13,9 +13,10 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
-from trinity_sync.errors import CommitError, ConfigError, MissingShardsError
+from trinity_sync.errors import CommitError, ConfigError, MissingShardsError, SaveTimeoutError
 from trinity_sync.layout import FULL_CHECKPOINT_MARK, shard_file, step_folder
 from trinity_sync.pipeline.pending import find_pending_saves
+from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_shards, load_states
@@ -183,12 +184,39 @@ def test_a_step_is_not_committed_without_that_of_rank_0_or_the_rest_of_another_r
         commit(job, 5)
 
 
-def test_what_cannot_be_replicated_is_refused(
-    ranks: list[CheckpointCoordinator], tmp_path: Path
+def test_ranks_that_have_nothing_else_commit_with_an_empty_extra_state(
+    ranks: list[CheckpointCoordinator], job: Job, coordinator_of: Open
 ) -> None:
-    for named in (("model", "optim", "extra_state"), "model"):
-        with pytest.raises(ConfigError, match="each rank has another component"):
-            ranks[1].save(4, states(1), replicated=named)
+    state = {"model": {"w": torch.arange(5000.0)}}
+    ranks[0].save(4, state, replicated=("model",))
+    with pytest.raises(MissingShardsError, match="rank 1"):
+        job.commit(4, "model", "extra_state")
+    ranks[0].save(5, state, replicated=("model",))
+    ranks[1].save(5, {}, replicated=("model",))
+    job.commit(5, "model", "extra_state")
+    for rank, world_size in ((0, 2), (1, 2), (2, 3)):
+        again = coordinator_of(rank=rank, world_size=world_size, run_key="next")
+        assert torch.equal(again.load(5)["model"]["w"], torch.arange(5000.0))
+    assert len(list(step_folder(job.root, 5).rglob("model_*"))) == 1
+
+
+def test_a_wait_names_the_ranks_that_have_not_called_save(
+    ranks: list[CheckpointCoordinator],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slot_pool, "LONG_WAIT_S", 0.0)
+    ranks[0].save(4, states(0))
+    with pytest.raises(SaveTimeoutError, match="waits for rank 1 of this node: every rank has to"):
+        ranks[0].wait_all(0.1)
+    ranks[0].save(5, states(0))  # into the last slot
+    ranks[0].emergency_save(6, states(0), deadline_s=1.0)
+    assert "Step 4 waits for rank 1 of this node: every rank has to call save" in caplog.text
+
+
+def test_what_cannot_be_replicated_is_refused(ranks: list[CheckpointCoordinator]) -> None:
+    with pytest.raises(ConfigError, match="leave extra_state out of it"):
+        ranks[1].save(4, states(1), replicated=("model", "optim", "extra_state"))
     with pytest.raises(ConfigError, match="pass a tuple of components that rank 0 saves"):
         ranks[0].save(4, {"extra_state": {}}, replicated=("model",))
     with pytest.raises(ConfigError, match="in a checkpoint"):

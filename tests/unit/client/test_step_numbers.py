@@ -2,9 +2,11 @@
 
 import asyncio
 import enum
+import math
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,14 +116,24 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     *(("save", (4, each), A_DICT) for each in (None, "model", MODULE, [MODEL])),
     ("save", (MODEL, 4), A_STEP),
     ("save", (4, MODULE.state_dict()), "such as {'model': model.state_dict()}"),
-    ("save", (4, {"model": MODULE, "optimizer": {}}), "pass model, optim or extra_state"),
+    ("save", (4, {"model": MODULE, "optimizer": {}}), "(optimizer: did you mean optim?)"),
     *(("upload", (4, each), "pass model.state_dict()") for each in (None, "model", 7)),
+    *(("upload", (5, {"model": each}), "without other comp") for each in (MODULE, MODEL["model"])),
+    *(("upload", (5, lambda each=each: each), "pass model.state_dict()") for each in (None, MODEL)),
     ("upload", (MODULE, 4), A_STEP),
     *(("load_into", (4, each), A_DICT) for each in (None, "model", [MODULE])),
     *((name, (MODULE, 4), A_STEP) for name in ("load_into", "Checkpoints.load_into")),
     *((name, (each,), A_STEP) for name in ("load", "open") for each in (None, 4.0, -1, MODEL)),
     *((name, ("newest",), "is neither the number of a step") for name in ("load", "open")),
     *(("prewarm", ({"model": each},), A_STEP) for each in (None, 1.5, MODULE.state_dict())),
+    *(("prewarm", (each,), "pass a dict by component") for each in (None, 9, MODULE)),
+    ("prewarm", ({"optimizer": 9},), "did you mean optim?"),
+    ("wait_staged_before", (MODULE,), "pass the optimizer"),
+    *(("wait_all", (each,), "no number of seconds") for each in ("9", math.nan, [9])),
+    ("cut", (4, "critic"), "such as ['critic']"),
+    ("on_preemption", ("SIGTERM",), "pass signal.SIGTERM"),
+    ("save_async", ("mine", None, 4), "pass a function without arguments"),
+    ("save_sync", (MODEL, 4), "pass a function without arguments"),
     ("record_metrics", (4, None), "{'reward': 0.9}"),
     ("record_metrics", (4, 0.5), "{'reward': 0.9}"),
     ("attach", ("position", None), "pass bytes, or the path of a file"),
@@ -136,26 +148,51 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("CheckpointCoordinator", (None,), "root may not be None; pass a folder"),
     ("Checkpoints", (4,), "root may not be 4; pass a folder"),
     ("WeightReader", (None,), "pass root"),
+    *(
+        ("WeightReader.load_into", (MODULE, each), "what wait_newer returns")
+        for each in (4, "best")
+    ),
+]
+NAMED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("save", (4, MODEL), {"replicated": "model"}, "a tuple, such as ('model',)"),
+    ("save", (4, MODEL), {"replicated": True}, "a tuple, such as ('model',)"),
+    ("cut", (4, ("critic",)), {"timeout_s": "9"}, "no number of seconds"),
+    ("on_preemption", (), {"grace_s": "25"}, "no number of seconds"),
+    ("Checkpoints.load", (4,), {"rank": "0"}, "rank '0' is not a whole number"),
+    ("Checkpoints.load", (4,), {"world_size": None}, "world size None is not a whole number"),
+    ("WeightReader", ("ckpts",), {"timeout_s": "3"}, "no number of seconds"),
+    ("CheckpointCoordinator", ("ckpts",), {"roles": "actor"}, "such as ['actor', 'critic']"),
+    ("CheckpointCoordinator", ("ckpts",), {"job": "last=2"}, "such as {'keep': 'last=3'}"),
+    ("CheckpointCoordinator", ("ckpts",), {"settings": {"slots": 1}}, "pass Settings(...)"),
+    ("CheckpointCoordinator", ("ckpts",), {"run_key": 7}, "pass a text"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("method", "given", "told"),
-    WRONG,
-    ids=[f"{number}-{each[0]}" for number, each in enumerate(WRONG)],
+    ("method", "given", "named", "told"),
+    ALL := [(*each[:2], {}, each[2]) for each in WRONG] + NAMED,
+    ids=[f"{number}-{each[0]}" for number, each in enumerate(ALL)],
 )
 def test_a_wrong_argument_is_refused_by_the_sentence_that_makes_the_next_try_right(
-    coordinator_of: Open, job: Job, method: str, given: tuple[Any, ...], told: str
+    coordinator_of: Open,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: str,
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+    told: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     saves = coordinator_of()
     saves.save(4, MODEL)
     job.commit(4)
     owner, _, name = method.rpartition(".")
     makers = {"Checkpoints": Checkpoints, "WeightReader": partial(WeightReader, name="reader")}
-    of = Checkpoints(job.root) if owner else saves
+    of = makers[owner](job.root) if owner else saves
     call = getattr(of, name, None) or makers.get(name, CheckpointCoordinator)
     before = sorted(job.spool.folder.glob("*.ticket"))
     with pytest.raises(ConfigError, match=re.escape(told)):
-        call(*given, **({"step": 5} if name.startswith("attach") and name != "attachment" else {}))
+        call(*given, **named, **({"step": 5} if name in ("attach", "attach_folder") else {}))
     assert sorted(job.spool.folder.glob("*.ticket")) == before
     saves.save(5, MODEL)

@@ -129,7 +129,10 @@ def test_transformers_loads_what_a_reader_published(
     versions = VersionFile(tmp_path / "version.json")
     versions.tell(upload(job, 5, trained.state_dict(keep_vars=True)))
     with WeightReader(versions, name="folder") as reader:
-        published = WeightFolder(tmp_path / "out", model).publish(reader)
+        folder = WeightFolder(tmp_path / "out", model)
+        with pytest.raises(ConfigError, match="pass a WeightReader, a FolderReader or a view"):
+            folder.publish(trained)  # type: ignore[arg-type]
+        published = folder.publish(reader)
     assert (published.step, published.run, published.base) == (5, 1, None)
     found = AutoModelForCausalLM.from_pretrained(published.folder, dtype="auto")
     assert same(found.state_dict(), trained.state_dict())

@@ -23,6 +23,7 @@ from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, 
 from trinity_sync.fs.locks import open_lock_file, try_acquire_file_lock
 from trinity_sync.fs.process import describe_holder
 from trinity_sync.fs.records import encode_record
+from trinity_sync.layout import check_type
 from trinity_sync.storage.runs import is_run_gone, is_superseded
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import Change, encode_change, view_bytes, write_delta
@@ -162,6 +163,8 @@ class WeightFolder:
                 source = opened.enter_context(source.open(keep_float32=kept))
             elif isinstance(source, FolderReader):
                 source = opened.enter_context(source.open())
+            elif not hasattr(source, "iter_tensors"):
+                check_type("source", source, View, "a WeightReader, a FolderReader or a view")
             return self._publish(source)
 
     def latest(self) -> PublishedVersion | None:
