@@ -335,8 +335,8 @@ class CheckpointCoordinator(Collaborators):
                 components have changed.
         """
         given = {"model": states} if isinstance(states, torch.nn.Module) else states
-        check_type("states", given, Mapping, "a dict: {'model': model.state_dict()}")
         step = self._loader.resolve(step)
+        check_type("states", given, Mapping, "a dict: {'model': model.state_dict()}")
         live = {name: get_live_state(each) for name, each in given.items()}
         self.check_resume(step, only=only)
         return self._loader.load(step, role, only, live)
