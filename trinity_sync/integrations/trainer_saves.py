@@ -37,7 +37,6 @@ from trinity_sync.adapter import (
 from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.saves.journal import PATIENCE_S
-from trinity_sync.snapshot.job_identity import explain_away
 from trinity_sync.snapshot.stager import ATTACHMENTS, estimate_nbytes
 from trinity_sync.storage.discovery import is_valid, require_whole
 from trinity_sync.storage.pins import BEST, find_pinned_best, list_best, pin_ahead, unpin
@@ -224,10 +223,7 @@ class TrainerSaves:
                     self._coordinator.wait_all(None if self.world_size == 1 else WAIT_S)
             except SaveTimeoutError:
                 now = time.monotonic()
-                away = self._coordinator and explain_away(
-                    self.root, self._coordinator.spool.folder.name
-                )
-                here_at = here_at if away else now
+                here_at = now if (self.root / PRIVATE_FOLDER).is_dir() else here_at
                 if self.world_size == 1 or now >= here_at + PATIENCE_S:
                     raise
                 return False
