@@ -14,7 +14,8 @@ from trinity_sync.stack.services import StackState
 
 pytestmark = pytest.mark.timeout(600)  # two cores train next to the stack, and other tests
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "docs/get-started/first-save.md"]
+README = REPOSITORY / "README.md"
+FIRST_SAVE = REPOSITORY / "docs/get-started/first-save.md"
 STACK = REPOSITORY / "docs/get-started/stack.md"
 PROGRAM = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,7 +37,9 @@ def words_of(line: str) -> set[str]:
     return set(re.findall(r"[\w./']+", VARIES.sub(" ", line)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", [README, pytest.param(FIRST_SAVE, marks=pytest.mark.slow)], ids=lambda path: path.stem
+)
 def test_a_page_shows_what_its_programs_and_commands_print(
     page: Path, tools: dict[str, str], tmp_path: Path
 ) -> None:
