@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.dying import ANOTHER_USER, as_another_user, end_of
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.restricted import restricted
@@ -194,13 +195,17 @@ def test_a_child_of_a_killed_process_keeps_none_of_its_locks(
         print("ready", flush=True)
         sys.stdin.read()
         """
-    with running(script, path, TAKE[what], child) as process:
-        assert process.wait(60) == -signal.SIGKILL
+    process = Program(textwrap.dedent(script), path, TAKE[what], child, talks=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.end(-signal.SIGKILL)
         slot = Slot(path)
         assert slot.try_lock()
         slot.unlock()
         slot.close(remove=True)  # no other process keeps it
         assert not path.exists()
+    finally:
+        process.clear()
 
 
 def test_a_slot_that_is_closed_in_a_child_stays(tmp_path: Path) -> None:
