@@ -502,7 +502,8 @@ class CheckpointCoordinator(Collaborators):
             step: training step, from 0 on, of any integral type.
             components: this rank's state by component (``model``, ``optim``, ``extra_state``):
                 anything that ``torch.save`` accepts, with tensors of any shape, dtype and device
-                and DTensors. Of a module, an optimizer or the like it is its ``state_dict()``.
+                and DTensors. Of a module, an optimizer, a scheduler or the like, also in a dict or
+                a list, it is its ``state_dict()``.
             role: role of the states; they become files in ``global_step_{step}/{role}/``.
             kind: ``checkpoint`` for all components, ``state_dict`` for the weights of a sync.
             metadata: small files to commit with the shards, by path below the role's folder, or a

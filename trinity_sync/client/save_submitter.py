@@ -8,6 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+from torch import nn, optim
+
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.errors import ConfigError
@@ -35,6 +38,8 @@ from trinity_sync.tensors.replicas import find_replicas
 
 STATES = tuple(name for name in COMPONENTS if name not in {*FOLDERS, "dcp"})
 """Components that are a user's states."""
+OBJECTS = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Of these the state is saved: a scheduler would bring its optimizer and all parameters."""
 
 
 @dataclass
@@ -230,7 +235,7 @@ def check_components(
 
 
 def read_states(components: Mapping[str, Any]) -> dict[str, Any]:
-    """Return components with the states of those that are objects and have one.
+    """Return components with the states of those that are objects and have one, or hold some.
 
     Raises:
         ConfigError: they are no dict.
@@ -241,6 +246,12 @@ def read_states(components: Mapping[str, Any]) -> dict[str, Any]:
     for name, each in states.items():
         if hasattr(each, "state_dict"):
             states[name] = each.state_dict()
+        elif isinstance(each, dict | list):
+            items = each.items() if isinstance(each, dict) else enumerate(each)
+            if held := [(key, one.state_dict()) for key, one in items if isinstance(one, OBJECTS)]:
+                states[name] = copied = each.copy()
+                for key, state in held:
+                    copied[key] = state
     return states
 
 

@@ -197,6 +197,26 @@ def test_objects_that_have_a_state_are_saved_and_filled_as_components(
         torch.testing.assert_close(others[name].state_dict(), each.state_dict(), rtol=0, atol=0)
 
 
+def test_of_objects_in_a_component_the_states_are_saved(job: Job, coordinator_of: Open) -> None:
+    models = [nn.Linear(3, 2), nn.Linear(2, 3)]
+    optims = [torch.optim.AdamW(model.parameters()) for model in models]
+    scheduler, scaler = torch.optim.lr_scheduler.StepLR(optims[0], 1), torch.amp.GradScaler("cpu")
+    extra = {"epoch": 3, "scheduler": scheduler, "scaler": scaler}
+    given = {"model": dict(zip("gd", models, strict=True)), "optim": optims, "extra_state": extra}
+    coordinator_of().save(3, given)
+    job.commit(3, *given)
+    loaded = Checkpoints(job.root).load(3)
+    for each, state in [
+        *zip(models, loaded["model"].values(), strict=True),
+        *zip(optims, loaded["optim"], strict=True),
+        (scheduler, loaded["extra_state"]["scheduler"]),
+        (scaler, loaded["extra_state"]["scaler"]),
+    ]:
+        torch.testing.assert_close(state, each.state_dict(), rtol=0, atol=0)
+    assert extra["scheduler"] is scheduler
+    assert loaded["extra_state"]["epoch"] == 3
+
+
 class Packed(nn.Module):
     """Its state is a copy, as that of FSDP1 and of quantized modules."""
 
