@@ -165,6 +165,9 @@ def touch_the_memory_of_the_first_save(folder: Path, spool: Path) -> None:
     alone = look_at_the_first_step(folder, spool)
     assert alone["model"]
     assert alone["optim"]
+
+
+def touch_the_memory_of_the_first_save_of_shards(folder: Path, spool: Path) -> None:
     for sizes in on_ranks(folder, look_at_the_first_step_of_shards, folder / "ranks", spool):
         assert sizes["dcp"]
 

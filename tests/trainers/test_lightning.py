@@ -32,6 +32,10 @@ def test_lightning_ranks_agree_on_the_last_checkpoint(call: Call) -> None:
     call("agree_on_the_last_checkpoint")
 
 
+def test_the_memory_of_the_first_save_of_lightnings_shards_is_touched_before_it(call: Call) -> None:
+    call("touch_the_memory_of_the_first_save_of_shards")
+
+
 def test_strategies_that_cannot_be_saved_are_refused_before_training(call: Call) -> None:
     call("refuse_strategies_by_name")
 
