@@ -22,19 +22,23 @@ def commit_files(
     nbytes: int = 1000,
     at: float | None = None,
     pointer: bool = True,
+    optim: bool = False,
     **fields: Any,
 ) -> Path:
     """Commit a step of a model and a folder of metadata; returns the step's folder.
 
-    ``fields`` are further ones of its manifest.
+    With ``optim``, the model has an optimizer. ``fields`` are further ones of its manifest.
     """
     folder = step_folder(root, step)
     records = []
-    for path, content in ((MODEL, os.urandom(nbytes)), ("actor/huggingface/config.json", b"{}")):
+    contents = {MODEL: os.urandom(nbytes), "actor/huggingface/config.json": b"{}"}
+    contents |= {MODEL.replace("model", "optim"): os.urandom(nbytes)} if optim else {}
+    for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
         digest = digest_cached_file(folder / path)
-        component = "model" if path == MODEL else "metadata"
+        shard = path.partition("/")[2].partition("_world")
+        component = shard[0] if shard[1] else "metadata"
         records.append(FileRecord(path, len(content), digest, "actor", component, 0, 1))
     at = 1.7e9 + step if at is None else at
     manifest = Manifest("job", run, step, SERVES_AS[kind], tuple(records), (), at, **fields)

@@ -10,6 +10,7 @@ import pytest
 from tests.support.steps import commit_files
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.manifest import read_manifest
 
 BEGIN = """
 import json, sys, time
@@ -18,11 +19,13 @@ from pathlib import Path
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.retention.policies import parse_policy
+from trinity_sync.fs.direct_io import digest_cached_file
+from trinity_sync.layout import steps_on_disk
+from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.removal import Rules, plan_removals
 from trinity_sync.retention.prune import prune
 from trinity_sync.retention.prune import plan_prune
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import find_newest, read_step_state, require_committed
 from trinity_sync.storage.leases import lease_to_read
 root = Path(sys.argv[1])
 print("ready", flush=True)
@@ -39,7 +42,7 @@ print(json.dumps(removed))
 SAVE = """
 for step in range(100, 160):
     with acquire_commit_lock(root):  # as a commit does
-        commit_files(root, step)
+        commit_files(root, step, optim=True)
     assert find_newest(root).step == step
 (root / "stop").touch()
 print("null")
@@ -58,6 +61,24 @@ while not (root / "stop").exists():
             assert len((root / f"global_step_{step}" / MODEL).read_bytes()) == 1000
         read += 1
 print(json.dumps(read))
+"""
+REDUCE = """
+reduced = []
+while not (root / "stop").exists():
+    plan = plan_prune(root, Rules(parse_policy("last=1"), ALL, models=ALL), 0)
+    reduced += prune(root, plan).changed
+print(json.dumps(reduced))
+"""
+READ_ALL = """
+while not (root / "stop").exists():
+    for step in steps_on_disk(root):
+        found = read_step_state(root, step)  # without a lease
+        assert found.state in ("valid", "not committed"), found.reason
+        with lease_to_read(root, step, "reader") if found.manifest else ExitStack() as manifest:
+            for each in manifest.files if found.manifest else ():
+                path = root / f"global_step_{step}" / each.path
+                assert digest_cached_file(path) == each.digest
+print("null")
 """
 
 
@@ -106,3 +127,14 @@ def test_saves_readers_and_two_retentions_at_once_lose_nothing(root: Path) -> No
     for step in left:
         require_committed(root, step)
     assert not any((root / ".trinity_sync/trash").iterdir())
+
+
+@pytest.mark.slow
+def test_saves_readers_and_two_reductions_at_once_find_each_step_whole_or_its_weights(
+    root: Path,
+) -> None:
+    _, once, twice, _ = at_once(root, (SAVE,), (REDUCE,), (REDUCE,), (READ_ALL,))
+    found = {step: read_manifest(root, step) for step in steps_on_disk(root)}
+    assert [*found] == [*range(20), *range(100, 160)]
+    assert {step for step, each in found.items() if each.removed} == {*once, *twice}
+    assert find_newest(root).step == 159
