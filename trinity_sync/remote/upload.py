@@ -135,8 +135,8 @@ def sending_lock(root: str | Path, url: str, what: str = "") -> Path:
 def _commit(remote: Remote, before: Manifest | None, manifest: Manifest) -> None:
     """Write the manifest in the place of the one before; if there was none, one writer succeeds."""
     step, text = manifest.step, encode_manifest(manifest)
-    if before == manifest or (before and manifest.removed and before.serves("checkpoint")):
-        return  # a remote keeps whole steps
+    if before == manifest:
+        return
     if before is None:
         if remote.create_file(step, MANIFEST, text):
             return
@@ -166,6 +166,8 @@ def _list_missing(remote: Remote, manifest: Manifest) -> tuple[Manifest | None, 
             f"run {there.run}, which is later. If run {manifest.run} still trains, stop it; "
             "otherwise no action is needed."
         )
+    if manifest.removed and there.run == manifest.run and there.serves("checkpoint"):
+        return manifest, []  # a remote keeps whole steps
     sizes = remote.list_file_sizes(step)
     missing = [
         record

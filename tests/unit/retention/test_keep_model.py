@@ -248,7 +248,7 @@ def test_a_remote_keeps_the_step_whole_and_brings_it_back(saved: Job, tmp_path: 
     replicate(saved.root, url, 20)
     whole = read_manifest(saved.root, 20)
     prune(saved.root)
-    replicate(saved.root, url, 20)
+    assert replicate(saved.root, url, 20).uploaded == 0
     assert fetch(url, 20, tmp_path / "other")[0] == whole
     assert fetch(url, 20, saved.root) == (whole, True)
     assert kept(saved.root)[20] == "whole"
