@@ -18,6 +18,7 @@ from tests.unit.conftest import Open
 from trinity_sync.cli.commands import app
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.errors import CommitError, ConfigError, SaveError
+from trinity_sync.integrations.trainer_saves import TrainerSaves
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.report.steps import read_step
 from trinity_sync.remote.download import fetch
@@ -129,6 +130,7 @@ def test_a_resume_from_weights_is_refused_and_names_the_newest_whole_step(
         lambda: second.check_resume(20),
         lambda: second.resumed_from(20),
         lambda: second.open(20).__enter__(),
+        lambda: TrainerSaves(saved.root).lease(20).__enter__(),  # as Trainer and Lightning resume
         lambda: rewind(saved.root, 20),
     ):
         with pytest.raises(CommitError, match=why):
@@ -278,3 +280,17 @@ def test_the_setting_of_the_job_and_the_command_take_the_policy(saved: Job) -> N
         10: "would be removed",
     }
     assert kept(saved.root) == dict.fromkeys((10, 20, 30, 40), "whole")
+
+
+def test_of_several_ranks_and_roles_the_weights_stay_readable_by_any_number(job: Job) -> None:
+    job.world_size, job.roles = 2, ("actor", "explorer")
+    open_run(job.root, "first", 0)
+    for step in (10, 20):
+        for rank in (0, 1):
+            job.stage(step, {**states(step), "extra_state": {"rank": rank}}, rank=rank)
+            job.stage(step, {"extra_state": {"cursor": step}}, rank=rank, role="explorer")
+        job.commit(step, *states(step))
+    prune(job.root, models="all")
+    assert kept(job.root) == {10: "weights", 20: "whole"}
+    assert read_manifest(job.root, 10).roles == ("actor",)
+    assert Checkpoints(job.root).load(10, rank=1, world_size=2)["model"]["w"].unique() == 10
