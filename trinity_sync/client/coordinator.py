@@ -21,7 +21,12 @@ from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import EmergencySave, noticed_by_any, run_emergency_save
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
 from trinity_sync.client.save_handle import SaveHandle
-from trinity_sync.client.save_submitter import check_components, read_states, select_own
+from trinity_sync.client.save_submitter import (
+    OBJECTS,
+    check_components,
+    read_states,
+    select_own,
+)
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.savers import NOTHING_STAGED, DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
@@ -338,6 +343,13 @@ class CheckpointCoordinator(Collaborators):
         step = self._loader.resolve(step)
         check_type("states", given, Mapping, "a dict: {'model': model.state_dict()}")
         live = {name: get_live_state(each) for name, each in given.items()}
+        for name, each in given.items():
+            inner = [*each.values()] if isinstance(each, dict) else each
+            if isinstance(inner, list) and any(isinstance(one, OBJECTS) for one in inner):
+                raise ConfigError(
+                    f"load_into fills no objects in a dict or list, which {name} has; leave "
+                    f"{name} out, and pass what load_into returns of it to their load_state_dict"
+                )
         self.check_resume(step, only=only)
         return self._loader.load(step, role, only, live)
 

@@ -138,7 +138,8 @@ class SaveSubmitter:
         if kind not in KINDS or export not in get_args(Export):
             check_choice(f"step {step}: kind", kind, KINDS)
             check_choice(f"step {step}: export", export, get_args(Export))
-        check_components(f"step {step}", components)
+        if not components or not {*STATES}.issuperset(components):  # otherwise no call, as above
+            check_components(f"step {step}", components)
         if kind == "checkpoint" and role not in self.roles:
             raise ConfigError(
                 f"role {role!r} is none of this job's roles {list(self.roles)}; name all roles "
@@ -243,15 +244,14 @@ def read_states(components: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(components, Mapping):  # otherwise no call: a save calls this
         check_type("components", components, Mapping, "a dict: {'model': model.state_dict()}")
     states = dict(components)
-    for name, each in states.items():
+    for name, each in components.items():
         if hasattr(each, "state_dict"):
             states[name] = each.state_dict()
         elif isinstance(each, dict | list):
-            items = each.items() if isinstance(each, dict) else enumerate(each)
-            if held := [(key, one.state_dict()) for key, one in items if isinstance(one, OBJECTS)]:
-                states[name] = copied = each.copy()
-                for key, state in held:
-                    copied[key] = state
+            for key, one in each.items() if isinstance(each, dict) else enumerate(each):
+                if isinstance(one, OBJECTS):
+                    states[name] = each.copy() if states[name] is each else states[name]
+                    states[name][key] = one.state_dict()
     return states
 
 

@@ -214,6 +214,11 @@ def test_of_objects_in_a_component_the_states_are_saved(job: Job, coordinator_of
     ]:
         torch.testing.assert_close(state, each.state_dict(), rtol=0, atol=0)
     assert extra["scheduler"] is scheduler
+    again = coordinator_of(run_key="next")
+    for name in given:
+        with pytest.raises(ConfigError, match=rf"leave {name} out, and pass what load_into return"):
+            again.load_into(3, {name: given[name]})
+    assert again.load_into(3, {})["extra_state"]["epoch"] == 3
     assert loaded["extra_state"]["epoch"] == 3
 
 
