@@ -90,15 +90,13 @@ class FlowRunRequests:
     """Requests flow runs, one after the other, each until the server takes it.
 
     Also those of saves that are committed meanwhile: the history of the server has each save. The
-    idempotency key of a save makes all requests of it one flow run. ``refuse`` is called for
-    one that the server will never accept, with the reason, and ``wake`` once it takes none.
+    idempotency key of a save makes all requests of it one flow run. What the server will never
+    accept is left to the saver. ``wake`` is called then, and once it takes no request.
     """
 
-    def __init__(
-        self, api: PrefectApi, refuse: Callable[[SaveRequest, str], None], wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, api: PrefectApi, wake: Callable[[], None]) -> None:
         self.api = api
-        self._refuse, self._wake = refuse, wake
+        self._wake = wake
         self._wanted: queue.SimpleQueue[tuple[Path, SaveRequest]] = queue.SimpleQueue()
         """Folders of jobs in the spool, and saves whose flow run is to be requested."""
         self._waiting: dict[Path, set[str]] = {}
@@ -138,7 +136,8 @@ class FlowRunRequests:
                             compare_late_images(JobSpool(folder), request)
                         break
                     except RequestRefusedError as error:
-                        self._refuse(request, str(error))
+                        append(request, "left", str(error), patience_s=PATIENCE_S)
+                        self._wake()
                         break
                     except Exception as error:  # whatever is wrong there, saves continue
                         with suppress(OSError):  # it has gone, or shared memory is full
@@ -202,9 +201,7 @@ class Saver:
         settings = settings or Settings()
         self._node, self._home = settings.node, settings.home
         self._name = name or name_saver(api_url)
-        self._requests = FlowRunRequests(
-            PrefectApi(settings, api_url), self._refuse, self._look_again
-        )
+        self._requests = FlowRunRequests(PrefectApi(settings, api_url), self._look_again)
         self._wake = wake_path(spool, self._name)
         self._writing = writing
         self._lock = threading.Lock()
@@ -363,7 +360,7 @@ class Saver:
                 return
         for save in new:
             if after_s == math.inf and save.over and save.over.is_left:
-                self._refuse(save.request, save.over.message, save.over)
+                self._refuse(save.request, save.over)
             elif not save.starts:
                 self._begin(save)
 
@@ -415,15 +412,15 @@ class Saver:
             if (job.folder / SERVER).read_text() == self._requests.api.find_server().identity:
                 self._requests.want(job.folder, wanted)
 
-    def _refuse(self, request: SaveRequest, why: str, over: Entry | None = None) -> None:
+    def _refuse(self, request: SaveRequest, over: Entry) -> None:
         """Fail a save that the stack cannot or will never do, unless it is committed."""
         with suppress(OSError, TrinitySyncError):
             if request.is_committed:
                 return
-        append(request, "failed", why, over=over, patience_s=PATIENCE_S)
+        append(request, "failed", over.message, over=over, patience_s=PATIENCE_S)
         with self._lock:
-            self._failed[request.key] = over.start if over else 0
-        end_images(JobSpool(self._spool / request.job), request, why)
+            self._failed[request.key] = over.start
+        end_images(JobSpool(self._spool / request.job), request, over.message)
 
     def _is_away(self, job: JobSpool) -> bool:
         """Return whether this process does not see a job's root, and tell the job's processes."""

@@ -195,8 +195,8 @@ class TrinitySyncWorker(
                 return state
             except (ParameterBindError, SignatureMismatchError) as error:  # a retry has them, too
                 failed: State[Any] = Failed(message=f"Wrong parameters: {error}")
+                await self._tell(flow_run, "left", str(failed.message))
                 await self.client.set_flow_run_state(flow_run.id, failed, force=True)
-                return failed
             except (Exception, Abort):
                 if flow_run.id not in self._cancelled:
                     logger.exception("flow run %s was interrupted", flow_run.name)

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import anyio
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.exceptions import ParameterBindError
 from prefect.states import Failed
 
 from tests.conftest import environment
@@ -22,6 +24,7 @@ from tests.support.answers import server
 from tests.support.job import Job
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.errors import PrefectApiError
+from trinity_sync.orchestration import worker as worker_module
 from trinity_sync.orchestration.worker import TrinitySyncWorker
 from trinity_sync.saves.journal import read_entry
 from trinity_sync.settings import Settings
@@ -97,7 +100,11 @@ class Failing(TrinitySyncWorker):
         return Failed(message="the request has format 0")
 
 
-@pytest.mark.parametrize("why", ["cannot import", "has format 0"])
+async def refuse(*_: object, **__: object) -> None:
+    raise ParameterBindError("colour, as the deployment was edited")
+
+
+@pytest.mark.parametrize("why", ["cannot import", "has format 0", "Wrong parameters: colour"])
 def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
     job: Job, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -112,8 +119,12 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
     async def execute() -> None:
         worker = Failing(work_pool_name="any")
         worker.entrypoint = broken
+        if "colour" in why:
+            monkeypatch.setattr(worker_module, "run_flow", refuse)
+            run_flow = partial(TrinitySyncWorker._run_until_cancelled, worker)
+            monkeypatch.setattr(worker, "_run_until_cancelled", run_flow)
         worker._client = SimpleNamespace(set_flow_run_state=set_state)  # type: ignore[assignment]
-        given = {"request": request if why == "cannot import" else {**request, "format": 0}}
+        given = {"request": {**request, "format": 0} if "format" in why else request}
         run = FlowRun(flow_id=UUID(int=1), deployment_id=UUID(int=2), parameters=given)
         await worker.execute_run(run)
 
@@ -121,7 +132,8 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
     told = read_entry(job.request(1))
     assert told
     assert (told.is_left, why in told.message) == (True, True)
-    assert [state.is_crashed() for state in states] == [True] * (why == "cannot import")
+    ended = {"cannot import": ["Crashed"], "Wrong parameters: colour": ["Failed"]}
+    assert [state.name for state in states] == ended.get(why, [])
 
 
 class Standing(TrinitySyncWorker):

@@ -291,7 +291,7 @@ def test_a_run_that_waits_for_its_root_has_not_failed(
         assert tell(recovery, api, save) is None
 
 
-@pytest.mark.parametrize("known", ["nothing", "pending", "failed", "completed"])
+@pytest.mark.parametrize("known", ["nothing", "pending", "left", "failed", "completed"])
 def test_a_run_that_ended_without_a_worker_is_told_once(
     recovery: NodeRecovery, save: SaveRequest, tmp_path: Path, known: SaveState | Literal["nothing"]
 ) -> None:
@@ -302,6 +302,6 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
             entry = tell(recovery, api, save)
     assert entry
     told = ("failed", "Cancelled: killed"), (known, "by its worker")
-    assert (entry.state, entry.message) == told[known in ("failed", "completed")]
+    assert (entry.state, entry.message) == told[known in ("left", "failed", "completed")]
     (path,) = tmp_path.glob(".trinity_sync/outcomes/*.jsonl")
     assert len(path.read_text().splitlines()) == (1 if known != "pending" else 2)

@@ -45,7 +45,7 @@ from trinity_sync.storage.restore import load_states
 
 AWAY = "http://127.0.0.1:9/api"
 RUN = UUID(int=7)
-TAKEN = {"/deployments/": (200, json.dumps({"id": str(RUN)}))}
+TAKEN = {"": (200, json.dumps({"id": str(RUN)}))}
 PYTHON = sys.executable
 
 FLOW_RUN = """
@@ -107,7 +107,16 @@ def test_a_stack_that_begins_nothing_delays_no_commit_for_long(
     assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [2.0] * 9
 
 
-@pytest.mark.parametrize("answers", [None, {}, {"": (401, "{}")}, {"": (500, "{}")}])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        None,
+        {},
+        {"": (401, "{}")},
+        {"": (500, "{}")},
+        {"/deployments/name": TAKEN[""], "": (422, "{}")},
+    ],
+)
 def test_a_stack_that_takes_no_save_delays_no_commit(
     job: Job,
     settings: Settings,

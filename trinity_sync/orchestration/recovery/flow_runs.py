@@ -216,13 +216,15 @@ async def try_tell(
 async def try_tell_failure(spool: Path, run: FlowRun) -> None:
     """Mark the images that this node has of a failed run, and tell it unless its worker has."""
     why, start = describe_end(run.state.name, run.state.message), run.attempts + 1
-    await try_allow_eviction(spool, run.parameters, why)
     request = read_request(run.parameters, of_any_release=True)
     if request is None:
         return
     known = None
     with anyio.move_on_after(MARK_S), suppress(OSError):
         known = await run_in_thread(read_entry, request)
+    if known and known.is_left:  # the saver ends it
+        return
+    await try_allow_eviction(spool, run.parameters, why)
     # what the saver has taken over, the saver tells
     is_told = known is not None and (known.has_ended or known.takes_over)
     if known is None or not is_told or known.start < run.attempts:
