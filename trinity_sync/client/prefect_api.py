@@ -269,17 +269,23 @@ class PrefectApi(PrefectConnection):
             return None
 
     async def list_paused(self, pool: str) -> list[str]:
-        """Return what is paused of a work pool that exists: itself, or queues of it."""
+        """Return what is paused of a work pool that exists, also by a limit of 0 runs."""
         found = [("work pool", await self.call(f"/work_pools/{pool}", dict))]
         queues = await self.call(f"/work_pools/{pool}/queues/filter", list, {})
         found += [("work queue", each) for each in queues]
-        return [f"{what} {each['name']}" for what, each in found if each["is_paused"]]
+        return [
+            f"{what} {each['name']}"
+            for what, each in found
+            if each["is_paused"] or each.get("concurrency_limit") == 0
+        ]
 
-    async def read_deployments(self, pool: str) -> set[str]:
-        """Return the names of the deployments of a work pool."""
+    async def read_deployments(self, pool: str) -> dict[str, Any]:
+        """Return the parameters of the deployments of a work pool, by name."""
         wanted = {"work_pools": {"name": {"any_": [pool]}}}
         return await self.call(
-            "/deployments/filter", lambda found: {str(it["name"]) for it in found}, wanted
+            "/deployments/filter",
+            lambda found: {str(it["name"]): it.get("parameters") for it in found},
+            wanted,
         )
 
     async def read_workers(self, pool: str) -> set[str]:

@@ -33,9 +33,14 @@ def read_deployments() -> list[dict[str, Any]]:
 
 
 async def find_missing_deployments(api: PrefectApi, pool: str) -> list[str]:
-    """Return the names of deployments that a work pool lacks; none outside of the stack's
-    environment."""
+    """Return the names of deployments that a work pool lacks, or has with other parameters than
+    those of prefect.yaml, if it names any; none outside of the stack's environment."""
     deployed = await api.read_deployments(pool)
     with suppress(ImportError):
-        return [each["name"] for each in read_deployments() if each["name"] not in deployed]
+        return [
+            each["name"]
+            for each in read_deployments()
+            if each["name"] not in deployed
+            or each.get("parameters", deployed[each["name"]]) != deployed[each["name"]]
+        ]
     return []

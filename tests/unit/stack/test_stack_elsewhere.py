@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -65,22 +66,40 @@ def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_
     assert "secret" not in json.dumps(to_json(found))
 
 
-@pytest.mark.parametrize("paused", ["work pool mine", "work queue checkpoints"])
-def test_what_is_paused_is_named(tmp_path: Path, paused: str) -> None:
-    what, is_pool = paused.rpartition(" ")[2], paused.startswith("work pool")
+PAUSED, FULL, SAVES = {"is_paused": True}, {"concurrency_limit": 0}, "save-step"
+
+
+@pytest.mark.parametrize(
+    ("pool", "queue", "deployment", "told"),
+    [
+        (PAUSED, {}, {}, "paused: work pool mine; resume it"),
+        ({}, PAUSED, {}, "paused: work queue checkpoints; resume it"),
+        ({}, FULL, {}, "paused: work queue checkpoints; resume it"),
+        ({}, {}, {"parameters": {"colour": "red"}}, f"not deployed: {SAVES}"),
+    ],
+)
+def test_what_was_changed_in_the_ui_so_that_no_save_begins_is_named(
+    tmp_path: Path,
+    pool: dict[str, Any],
+    queue: dict[str, Any],
+    deployment: dict[str, Any],
+    told: str,
+) -> None:
+    deployed = [{"name": each["name"], "parameters": {}} for each in read_deployments()]
     answers = {
-        "/work_pools/mine/queues/filter": [{"name": what, "is_paused": not is_pool}],
+        "/work_pools/mine/queues/filter": [{"name": "checkpoints", "is_paused": False} | queue],
         "/work_pools/mine/workers/filter": [{"name": "worker", "status": "ONLINE"}],
-        "/work_pools/mine": {"name": "mine", "is_paused": is_pool},
+        "/work_pools/mine": {"name": "mine", "is_paused": False} | pool,
         "/flow_runs/count": 0,
-        "/deployments/filter": [{"name": each["name"]} for each in read_deployments()],
+        "/deployments/filter": [
+            each | deployment if each["name"] == SAVES else each for each in deployed
+        ],
     }
     with server({path: (200, json.dumps(body)) for path, body in answers.items()}) as url:
         named = {"PREFECT_API_URL": url, "TRINITY_SYNC_STACK__WORKER__POOL": "mine"}
         with environment(named | {"TRINITY_SYNC_HOME": str(tmp_path)}):
-            assert embedded.status(Settings(home=tmp_path)).paused == (paused,)
             done = CliRunner().invoke(app, ["status"])
-    assert (done.exit_code, f"paused: {paused}; resume it" in done.output) == (3, True)
+    assert (done.exit_code, told in done.output) == (3, True)
 
 
 def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) -> None:
