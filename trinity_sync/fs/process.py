@@ -11,7 +11,6 @@ middle of another save.
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -61,11 +60,11 @@ def read_process_identity(pid: int) -> str:
 def read_process_namespace() -> str:
     """Return the machine and pid namespace in which this process's identity is valid.
 
-    It is ``host/boot/pid:[namespace]``: machines may share a host name, and the first namespace has
-    the same number on each of them; containers of a machine see only their own processes.
+    It is ``boot/pid:[namespace]``: a machine may get another name, and the first namespace has the
+    same number on each of them; containers of a machine see only their own processes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def is_process_alive(name: str) -> bool:

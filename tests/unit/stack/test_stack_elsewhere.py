@@ -66,6 +66,14 @@ def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_
     assert "secret" not in json.dumps(to_json(found))
 
 
+def test_a_stack_is_here_also_once_its_machine_has_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = StackState()
+    monkeypatch.setattr(socket, "gethostname", lambda: "other")
+    assert not state.is_elsewhere
+
+
 PAUSED, FULL, SAVES = {"is_paused": True}, {"concurrency_limit": 0}, "save-step"
 
 
