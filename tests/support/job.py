@@ -149,6 +149,12 @@ class Job:
         free_committed_slots(self.spool, save, written)
         return manifest
 
+    def kill(self) -> None:
+        """Forget the stagers, as a process that is killed, whose threads end with it."""
+        for stager in self.stagers.values():
+            stager._end_beside()
+        self.stagers.clear()
+
     def commit_states(self, step: int, states: dict[str, Any], **other: Any) -> Manifest:
         """Stage the states of rank 0, and commit them."""
         self.stage(step, states, **other)

@@ -366,7 +366,7 @@ def test_images_of_a_committed_save_are_compared_with_it_as_its_export_fails(job
     job.stage(4, {"model": {"w": torch.ones(3)}})
     job.commit(4)
     for value, rank in ((1.0, 0), (2.0, 1)):  # by processes that were started meanwhile
-        job.stagers.clear()
+        job.kill()
         job.stage(4, {"model": {"w": torch.full((3,), value)}}, rank=rank)
     request = job.request(4, components=("model",))
     append(request, "failed", "no config", start=1)

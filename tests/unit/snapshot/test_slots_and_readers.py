@@ -109,7 +109,7 @@ def test_where_readers_hold_every_slot_one_is_added_and_stays(job: Job) -> None:
 def test_slots_that_an_earlier_process_added_are_used_and_removed(job: Job) -> None:
     held = [mapped(upload(job, step, weights(step))) for step in (1, 2)]
     upload(job, 3, weights(3))
-    job.stagers.clear()  # killed
+    job.kill()
     for slot in held:
         slot.unlock()
     upload(job, 1, weights(1), run=2)

@@ -71,7 +71,7 @@ def trainers(job: Job, request: pytest.FixtureRequest) -> Iterator[tuple[Trainer
     slots = getattr(request, "param", 1)
     both = Trainer(job, 1, slots), Trainer(job, 2, slots)
     yield both
-    job.stagers.clear()
+    job.kill()
     for trainer in both:
         trainer.stager.close()
 

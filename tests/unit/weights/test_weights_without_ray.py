@@ -103,7 +103,7 @@ def test_a_process_without_ray_follows_uploads_commits_and_resumes(
         assert explorer.loaded() == ["4", "1", "checkpoint", expected]
         open_run(job.root, "second", 2)
         explorer.wait()
-        job.stagers.clear()
+        job.kill()
         upload(job, 9, *states)  # of the first run, which the second has superseded
         expected = trained(3)
         upload(job, 3, *states, run=2)
