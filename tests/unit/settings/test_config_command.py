@@ -15,7 +15,7 @@ from tests.conftest import environment
 from trinity_sync.cli.commands import app
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.settings import CONFIG, Settings, StackSettings
-from trinity_sync.stack import embedded
+from trinity_sync.stack import daemon, embedded
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.doctor import run_checks
 from trinity_sync.stack.services import StackState
@@ -23,8 +23,9 @@ from trinity_sync.stack.state_file import write_state
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path) -> Iterator[Path]:
-    """The home of the stack that the environment names."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The home of the stack that the environment names, of which nothing answers."""
+    monkeypatch.setattr(daemon, "SILENT_S", 0.1)
     folder = tmp_path / "home"
     folder.mkdir()
     with environment({"TRINITY_SYNC_HOME": str(folder)}):

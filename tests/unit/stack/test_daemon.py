@@ -122,7 +122,7 @@ def test_a_ray_node_whose_raylet_has_ended_does_not_answer(tmp_path: Path) -> No
     for name in ("logs", "sockets"):
         (tmp_path / "ray/session_latest" / name).mkdir(parents=True)
     run = "import subprocess; [each.wait() for each in [subprocess.Popen([f'./{name}', '60']) "
-    ray = start(run + "for name in ('gcs_server', 'raylet')]]", tmp_path)
+    ray = start(run + "for name in ('raylet', 'gcs_server')]]", tmp_path)  # which reaps it at once
     state = StackState(ray=ray, ray_folder=str(tmp_path))
     until(lambda: services.answers(state, "ray"), "both parts run")
     (raylet,) = [each for each in daemon.find_family(ray) if each.name() == "raylet"]
