@@ -135,8 +135,9 @@ def persist(
             return persist(shards, save, component, options, clock=clock)
         for image in sealed:
             failure_path(image.slot).unlink(missing_ok=True)  # this is a retry
-        ranks = {image.ticket.rank for image in sealed}
-        write = partial(_write, shards, save, options, attempt, _map_earlier_files(save, ranks))
+        ranks = {each.ticket.rank for each in sealed if each.ticket.nbytes >= WORTHWHILE}
+        earlier = _map_earlier_files(save, ranks) if ranks else {}
+        write = partial(_write, shards, save, options, attempt, earlier)
         try:
             with ThreadPoolExecutor(WRITERS, "persist", initializer=initializer) as writers:
                 written = list(writers.map(write, sealed, contents))
@@ -275,11 +276,11 @@ def _map_earlier_files(save: SaveId, ranks: Collection[int]) -> EarlierFiles:
     A sync's files may be opened by functions of the user, which know their names.
     """
     before = list_commits_before(save, ranks) if save.kind == "checkpoint" else []
-    return {
-        record.path: (step_folder(save.root, each.step) / record.path, record)
-        for each in [each for each in before if each.serves("checkpoint")][:1]
-        for record in each.files
-    }
+    newest = next((each for each in before if each.serves("checkpoint")), None)
+    if newest is None:
+        return {}
+    folder = step_folder(save.root, newest.step)
+    return {record.path: (folder / record.path, record) for record in newest.files}
 
 
 def _link_unchanged(
