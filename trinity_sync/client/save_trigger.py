@@ -204,9 +204,8 @@ class SaveTrigger:
 
         Images that are marked as failed tell why, unless what has begun the save does; no journal
         does if the root is gone. A save without components has no images, but the saver needs its
-        request. Saves whose images or manifest cannot be read are left out, and those of several
-        nodes, whose flow run fails at once for all ranks. A save that was begun is lost once
-        nothing writes it.
+        request. Saves whose manifest cannot be read are left out, and those of several nodes, whose
+        flow run fails at once for all ranks. A save that was begun is lost once nothing writes it.
         """
         found: dict[str, str] = {}
         try:
@@ -221,7 +220,7 @@ class SaveTrigger:
                 if (failed := [image for image in own if image.failed]) and not has_begun:
                     found[request.key] = failure_path(failed[0].slot).read_text()
                     continue
-                if own or unreadable or is_on_several_nodes(save):
+                if own or is_on_several_nodes(save):
                     continue
                 if not request.components and (
                     has_begun or self._after_s != 0 or has_request(spool, save)
@@ -239,12 +238,17 @@ class SaveTrigger:
                 within_s = self._settings.saver_after_s
                 if has_begun and is_being_written(save.root, save.step, within_s=within_s):
                     continue
-                found[request.key] = (
-                    f"its images in {spool.folder} were evicted for later steps before a flow run "
-                    f"or the saver had {'written' if has_begun else 'begun'} it. Save at longer "
-                    "intervals, or see: trinity-sync status"
-                    if request.components
-                    else f"its request in {spool.folder} was removed before the saver had begun "
-                    "it. Look for what removes it: trinity-sync doctor"
-                )
+                if unreadable:
+                    found[request.key] = str(unreadable[0])
+                elif request.components:
+                    found[request.key] = (
+                        f"its images in {spool.folder} were evicted for later steps before a flow "
+                        f"run or the saver had {'written' if has_begun else 'begun'} it. Save at "
+                        "longer intervals, or see: trinity-sync status"
+                    )
+                else:
+                    found[request.key] = (
+                        f"its request in {spool.folder} was removed before the saver had begun it. "
+                        "Look for what removes it: trinity-sync doctor"
+                    )
         return found

@@ -44,7 +44,7 @@ from trinity_sync.saves.pending_save import PendingSave
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import read_identity
-from trinity_sync.snapshot.ticket import failure_path
+from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage import save as save_files
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
@@ -320,6 +320,19 @@ def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(j
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent, saver="stack"))
     found = trigger.find_failures([committed, of_functions, evicted], ())
     assert found.keys() == {evicted.key}
+
+
+def test_a_save_all_of_whose_tickets_are_torn_fails_with_their_error(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}})
+    job.stage(2, {"model": {"w": torch.zeros(3)}})
+    (first, *_), _ = job.spool.tickets()
+    path = ticket_path(first.slot)
+    path.write_bytes(path.read_bytes()[:20])
+    requests = requests_in(job.root, [1, 2], components=("model",))
+    trigger = SaveTrigger(Settings(spool=job.spool.folder.parent, saver="stack"))
+    torn = requests[first.ticket.step - 1]
+    assert trigger.find_failures(requests, ()).keys() == {torn.key}
+    assert f"ticket {path} is torn" in trigger.find_failures(requests, ())[torn.key]
 
 
 @pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
