@@ -13,7 +13,13 @@ import torch
 
 from tests.unit.formats.test_weight_folder import StateView, model, same, small, weights
 from trinity_sync import FolderReader, WeightFolder
-from trinity_sync.errors import ConfigError, LockTimeoutError, RemoteError, WeightSyncError
+from trinity_sync.errors import (
+    ConfigError,
+    DeltaError,
+    LockTimeoutError,
+    RemoteError,
+    WeightSyncError,
+)
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.weights.folder import bucket as of_bucket
 from trinity_sync.weights.folder import reader as of_reader
@@ -154,10 +160,11 @@ def test_a_marker_that_another_publisher_has_replaced_meanwhile_stays(
     assert other.latest() == slow.newest
 
 
+@pytest.mark.parametrize("keep", [1, "all"])
 def test_what_a_publisher_left_that_died_is_never_read_and_removed_later(
-    url: str, s3: Any, bucket: str, tmp_path: Path, model: Path
+    keep: Any, url: str, s3: Any, bucket: str, tmp_path: Path, model: Path
 ) -> None:
-    folder = WeightFolder(url, model, cache=tmp_path / "publisher", keep=1)
+    folder = WeightFolder(url, model, cache=tmp_path / "publisher", keep=keep)
     folder.publish(StateView(1, small(1)))
     key = f"weights/weight_v000002/{VERSION_FILE}"
     s3.put_object(Bucket=bucket, Key=key, Body=b"{}")
@@ -165,7 +172,28 @@ def test_what_a_publisher_left_that_died_is_never_read_and_removed_later(
     assert same(reader.load(), small(1))
     assert folder.publish(StateView(2, small(2))).version == 3
     assert same(reader.load(), small(2))
-    assert versions_in(s3, bucket) == {"weight_v000003"}
+    kept = {"weight_v000001", "weight_v000003"} if keep == "all" else {"weight_v000003"}
+    assert versions_in(s3, bucket) == kept
+
+
+def test_a_history_is_in_the_bucket_whatever_the_caches_still_have(
+    url: str, s3: Any, bucket: str, tmp_path: Path, model: Path
+) -> None:
+    published = []
+    for host in ("one", "two"):
+        cache = tmp_path / host
+        folder = WeightFolder(url, model, deltas=1, keep="all", cache=cache)
+        for step in range(len(published) + 1, len(published) + 5):
+            published.append(folder.publish(StateView(step, small(step))))
+        assert len(list(cache.glob("weight_v*"))) == 2  # the last delta, and what it builds on
+    assert len(versions_in(s3, bucket)) == 8
+    reader = FolderReader(url, cache=tmp_path / "reader")
+    assert [each.step for each in reader.list_versions()] == list(range(1, 9))
+    for version in (published[5], published[0], published[7], published[2]):
+        assert same(reader.load(version), small(version.step))
+    Bucket(url, tmp_path / "any").remove_old(2, ())
+    with pytest.raises(DeltaError, match="version 1 is missing in"):
+        FolderReader(url, cache=tmp_path / "new").load(published[0])
 
 
 @pytest.mark.parametrize("protocol", ["s3", "memory"])

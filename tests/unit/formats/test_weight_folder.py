@@ -430,6 +430,30 @@ def test_old_versions_are_removed_before_those_that_they_build_on(
     assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4, 5)]
 
 
+def test_a_history_has_every_version_bit_equal_also_those_that_were_published_again(
+    tmp_path: Path, model: Path
+) -> None:
+    out = tmp_path / "out"
+    published = []
+    for run, steps in ((1, (1, 2, 3, 4, 5)), (2, (4, 5, 6, 7))):  # a new process for each run
+        folder = WeightFolder(out, model, deltas=2, keep="all")
+        for step in steps:
+            published.append(folder.publish(StateView(step, weights(10 * run + step), run)))
+    reader = FolderReader(out)
+    assert reader.list_versions() == published
+    assert [each.base is None for each in published] == [i in (0, 3, 5, 8) for i in range(9)]
+    for version in Random(7).sample(published * 2, 18):
+        assert same(reader.load(version), weights(10 * version.run + version.step))
+    reader.load(published[2])
+    assert asyncio.run(reader.wait_newer(0)) == published[-1]
+    shutil.rmtree(published[0].folder)
+    assert FolderReader(out).list_versions() == published[1:]
+    for version in published[:3]:
+        with pytest.raises(DeltaError, match="version 1 is missing in"):
+            FolderReader(out).load(version)
+    assert same(reader.load(published[3]), weights(14))
+
+
 def test_only_one_process_publishes_into_a_folder(tmp_path: Path, model: Path) -> None:
     folder = WeightFolder(tmp_path / "out", model)
     folder.publish(StateView(1, small(1)))
@@ -540,14 +564,14 @@ COMPLETE = {
 DELTA = {"model-00000-of-00001.safetensors", "model.safetensors.index.json", "version.json"}
 
 
-@pytest.mark.parametrize("deltas", [0, 9])
+@pytest.mark.parametrize(("deltas", "keep"), [(0, 1), (9, 1), (2, "all")])
 def test_whenever_the_publisher_is_killed_the_marker_names_a_whole_version(
-    tmp_path: Path, model: Path, deltas: int
+    tmp_path: Path, model: Path, deltas: int, keep: Any
 ) -> None:
     WeightFolder(tmp_path / "begin", model).publish(StateView(1, small(1)))
 
     def go_on(out: Path) -> None:
-        folder = WeightFolder(out, model, deltas=deltas, keep=1)
+        folder = WeightFolder(out, model, deltas=deltas, keep=keep)
         for step in (2, 3, 4):
             folder.publish(StateView(step, small(step)))
 
@@ -559,14 +583,21 @@ def test_whenever_the_publisher_is_killed_the_marker_names_a_whole_version(
         found.append(step_of(read(out)))
         for _, path in iter_version_folders(out):  # also for readers that compare no checksum
             assert {each.name for each in path.iterdir()} in (COMPLETE, DELTA)
-        WeightFolder(out, model, keep=1).publish(StateView(5, small(5)))
+        WeightFolder(out, model, keep=keep).publish(StateView(5, small(5)))
         assert step_of(read(out)) == 5
-        assert len(versions_in(out)) == 1  # nothing of the killed one is left
+        reader = FolderReader(out)
+        left = [
+            each.step
+            for each in reader.list_versions()
+            if same(reader.load(each), small(each.step))
+        ]
+        assert left == ([*range(1, found[-1] + 1), 5] if keep == "all" else [5])
+        assert len(versions_in(out)) == len(left)  # nothing of the killed one is left
         if died != moment:
             break
     assert found == sorted(found)
     assert {*found} == {1, 2, 3, 4}
-    assert len(found) > 15
+    assert len(found) > (10 if keep == "all" else 15)  # nothing is removed
 
 
 def record(tmp_path: Path, model: Path, deltas: int) -> Recording:

@@ -24,6 +24,7 @@ from trinity_sync.weights.folder.published import (
     VERSION_FILE,
     PublishedVersion,
     decode_version,
+    explain_missing,
     iter_version_folders,
     read_version,
     version_folder,
@@ -71,6 +72,14 @@ class Bucket(Remote):
         """Return the numbers that are in use, also by versions that are not complete."""
         names = self._list_names("", "list the versions in")
         return sorted(int(match[1]) for name in names if (match := FOLDER.fullmatch(name)))
+
+    def read_version(self, number: int) -> PublishedVersion:
+        """Return a version by its number, as `published.read_version`."""
+        name = version_folder(self._cache, number).name
+        content = self._read(f"{name}/{VERSION_FILE}")
+        if content is None:
+            raise explain_missing(number, self.url)
+        return decode_version(content, f"{self.url}/{name}/{VERSION_FILE}", self._cache)
 
     def push(self, version: PublishedVersion, record: bytes) -> None:
         """Send a version, and make it the newest one; ``record`` is the content of its file.

@@ -88,10 +88,15 @@ def read_version(out: Path, version: int) -> PublishedVersion:
     try:
         return _read_record(version_folder(out, version) / VERSION_FILE, out)
     except FileNotFoundError:
-        raise DeltaError(
-            f"version {version} is missing in {out}; a later version may build on it. Read the "
-            "newest version"
-        ) from None
+        raise explain_missing(version, out) from None
+
+
+def explain_missing(version: int, where: str | Path) -> DeltaError:
+    """Return the error of a version that was removed."""
+    return DeltaError(
+        f"version {version} is missing in {where}; a later version may build on it. Read the "
+        "newest version"
+    )
 
 
 def list_chain(out: Path, version: PublishedVersion) -> list[PublishedVersion]:

@@ -4,20 +4,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from trinity_sync.errors import RemoteError, WeightSyncError, from_extra
+from trinity_sync.errors import DeltaError, RemoteError, WeightSyncError, from_extra
 from trinity_sync.fs.atomic import list_paths
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import apply_delta
 from trinity_sync.weights.folder.published import (
     PublishedVersion,
+    iter_version_folders,
     list_chain,
     read_latest,
+    read_version,
     require_checksum,
 )
 from trinity_sync.weights.reader import refuse_unawaited
@@ -109,9 +112,32 @@ class FolderReader:
                 return None
             await asyncio.sleep(BUCKET_POLL_S if self._bucket else POLL_S)
 
+    def list_versions(self) -> list[PublishedVersion]:
+        """Return the versions that are there, in the order in which they were published.
+
+        A step that a later run has published again is there twice.
+
+        Raises:
+            WeightSyncError: the record of a version was altered.
+            RemoteError: the object store cannot be read.
+        """
+        if not (latest := self._read_latest()):
+            return []
+        if self._bucket:
+            numbers, read = self._bucket.list_numbers(), self._bucket.read_version
+        else:
+            numbers = [number for number, _ in iter_version_folders(self._out)]
+            read = partial(read_version, self._out)
+        found = []
+        for number in numbers:
+            with suppress(DeltaError):  # it is removed meanwhile
+                if number <= latest.version:
+                    found.append(read(number))
+        return found
+
     @contextmanager
-    def open(self) -> Iterator[PublishedView]:
-        """Open the newest version.
+    def open(self, version: PublishedVersion | None = None) -> Iterator[PublishedView]:
+        """Open a version that `list_versions` has returned, by default the newest one.
 
         Returns:
             Its view, with `PublishedView.iter_tensors`.
@@ -123,28 +149,32 @@ class FolderReader:
         """
         is_reread = False
         while True:
-            latest = self._read_latest()
+            latest = version or self._read_latest()
             if latest is None:
                 raise WeightSyncError(f"nothing was published in {self._where}; wait_newer waits")
             try:
                 self._read(latest)
                 break
             except (WeightSyncError, RemoteError, FileNotFoundError) as error:
-                if self._read_latest() != latest:  # it was removed after a newer one
-                    continue
+                if not version and self._read_latest() != latest:
+                    continue  # it was removed after a newer one
                 if is_reread or isinstance(error, RemoteError):
                     raise
                 self._drop()
                 is_reread = True
         yield PublishedView(latest, self._tensors, self._config)
 
-    def load(self) -> Tensors:
-        """Return the tensors of the newest version, by name; do not change them.
+    def load(self, version: PublishedVersion | None = None) -> Tensors:
+        """Return the tensors of a version, by default the newest one; do not change them.
+
+        Args:
+            version: one that `list_versions` has returned. After another one of its chain was read,
+                only the deltas between them are.
 
         Raises:
             DeltaError, WeightSyncError: as `open`.
         """
-        with self.open() as view:
+        with self.open(version) as view:
             return view.tensors
 
     def _look_for_newest(self) -> tuple[PublishedVersion | None, str]:
@@ -171,7 +201,7 @@ class FolderReader:
             return
         if self._bucket:
             self._bucket.fetch(latest)
-        chain = list_chain(self._out, latest)
+        chain = list_chain(self._out, read_version(self._out, latest.version))
         if self.version in chain:
             tensors, config = self._tensors, self._config
             chain = chain[chain.index(self.version) :]

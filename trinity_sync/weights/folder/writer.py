@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -81,7 +81,8 @@ class WeightFolder:
         deltas: number of versions after a complete one that are published as deltas to the version
             before, for hosts that read them with `FolderReader` or with slime's ``/pull_weights``;
             0 for complete versions only. The process keeps a copy of the weights.
-        keep: number of versions that stay, together with those that they build on.
+        keep: number of versions that stay, together with those that they build on; ``"all"`` for a
+            history, of which `FolderReader.load` returns any version.
         max_shard_bytes: maximum bytes of a file of weights; a larger tensor gets a file of its own.
         trust_remote_code: whether source files of the model may be imported.
         cache: with a URL, local folder of the versions that this process publishes.
@@ -97,7 +98,7 @@ class WeightFolder:
         model: str | Path,
         *,
         deltas: int = 0,
-        keep: int = 2,
+        keep: int | Literal["all"] = 2,
         max_shard_bytes: int = 5_000_000_000,
         trust_remote_code: bool = False,
         cache: str | Path | None = None,
@@ -118,10 +119,10 @@ class WeightFolder:
                 "that hold the original one would compute something else. Publish the merged model "
                 "or the adapter that PEFT's path_initial_model_for_weight_conversion makes"
             )
-        if keep < 1 or deltas < 0 or max_shard_bytes < 1:
+        if (keep != "all" and keep < 1) or deltas < 0 or max_shard_bytes < 1:
             raise ConfigError(
-                f"keep={keep} and max_shard_bytes={max_shard_bytes} must be at least 1, and "
-                f"deltas={deltas} at least 0"
+                f"keep={keep} and max_shard_bytes={max_shard_bytes} must be at least 1 (or "
+                f"keep='all'), and deltas={deltas} at least 0"
             )
         if deltas and self._is_adapter:
             raise ConfigError(f"{model} is an adapter, which is published whole; pass deltas=0")
@@ -202,9 +203,14 @@ class WeightFolder:
                 self._bucket.push(published, _encode(published).encode())
             replace_file(self.out / MARKER, _encode(published))
             self._published = published
-            self._remove_old(published)
+            if self._keep != "all":
+                self._remove_old(published, self._keep)
+            elif self._bucket:
+                self._remove_old(published, 1)
             if self._bucket:
                 kept = [number for number, _ in iter_version_folders(self.out)]
+                if self._keep == "all":  # all but what a publisher left that was killed
+                    kept += range(latest.version + 1 if latest else 0)
                 try:
                     self._bucket.remove_old(published.version, kept)
                 except RemoteError as error:  # a store may take writes and refuse removals
@@ -314,11 +320,11 @@ class WeightFolder:
                     )
                 self._remove(path)
 
-    def _remove_old(self, published: PublishedVersion) -> None:
+    def _remove_old(self, published: PublishedVersion, keep: int) -> None:
         """Remove versions beyond ``keep``, except those that a kept version builds on."""
         kept = {published.version}
         newest_first = sorted(iter_version_folders(self.out), reverse=True)
-        for number, _ in newest_first[: self._keep]:
+        for number, _ in newest_first[:keep]:
             kept |= self._find_chain(number)
         for number, path in newest_first:  # so a delta is removed before its base
             if number not in kept:
