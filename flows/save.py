@@ -25,10 +25,8 @@ from flows.maintenance import request_replication
 from tasks.on_ray import list_living_nodes, run_on_node
 from tasks.save import (
     PERSIST_TASKS,
-    PROGRESS_S,
     commit_step,
     create_failure_artifact,
-    show_progress,
     upload,
 )
 from trinity_sync.errors import (
@@ -258,19 +256,13 @@ class FlowDriver(Driver):
         self._nodes = [NodeSave(each) for each in await run_in_thread(find, self.request.save)]
 
     async def _persist(self) -> None:
-        writing = asyncio.ensure_future(persist_images(self.request, self._nodes))
-        # nodes of a large job are about equally far
-        shown = [node.shards for node in self._nodes[:MOST_SINGLE_NODES]]
-        self._showing = asyncio.create_task(show_progress(self.request, shown, writing))
-        await writing
+        await persist_images(self.request, self._nodes)
 
     async def _commit(self) -> None:
         persisted = [result for node in self._nodes for result in node.persisted]
         times = self._started_at, time.time()
         self.done = await commit_step(self.request, persisted, self._nodes[0].shards, *times)
         self.follows, self._committed_at = self.done.follows, time.time()
-        await asyncio.wait([self._showing], timeout=PROGRESS_S)  # the server may not answer
-        self._showing.cancel()
 
     async def _release_nodes(self) -> None:
         raise_first(await self._on_nodes(self._nodes[1:], free_slots))

@@ -1,23 +1,17 @@
 """Tasks of a save: persist on few nodes, commit, copy, and what the Prefect UI shows of them."""
 
-import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 from prefect import Task, get_run_logger, task
-from prefect.artifacts import (
-    acreate_markdown_artifact,
-    acreate_progress_artifact,
-    aupdate_progress_artifact,
-)
+from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.schemas.objects import State, TaskRun
 
 from tasks.on_ray import run_on_node
 from trinity_sync.layout import Component
 from trinity_sync.orchestration import on_node
-from trinity_sync.orchestration.quantities import describe_progress, format_bytes, make_artifact_key
+from trinity_sync.orchestration.quantities import format_bytes, make_artifact_key
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import (
     FailedTask,
@@ -32,7 +26,6 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted
-from trinity_sync.storage.write_progress import WriteProgress, measure_progress
 
 logger = logging.getLogger(__name__)
 
@@ -96,41 +89,6 @@ async def commit_step(
     except Exception as error:  # the server is away, and the step is committed nevertheless
         logger.warning("%s is committed; cannot create its artifact: %r", request.run_name, error)
     return done
-
-
-PROGRESS_S = 5.0
-"""Seconds between two updates of the progress of a save; a shorter save has none."""
-
-
-async def show_progress(
-    request: SaveRequest, nodes: Sequence[NodeShards], writing: "asyncio.Future[None]"
-) -> None:
-    """Show in the Prefect UI how far nodes have written their images, until the end of ``writing``.
-
-    It never raises.
-    """
-    artifact, since = None, time.time()
-    save = request.root, request.run, request.step, request.kind
-    try:
-        while not (await asyncio.wait([writing], timeout=PROGRESS_S))[0]:
-            measured = (
-                run_on_node(each.node, request.root, measure_progress, *save, each.spool, since)
-                for each in nodes
-            )
-            found = [each for each in await asyncio.gather(*measured) if each and each.nbytes]
-            nbytes = sum(each.nbytes or 0 for each in found)
-            written = sum(each.written_bytes for each in found)
-            progress = WriteProgress(nbytes, written, time.time() - since)
-            value, text = float(progress.percent or 0), describe_progress(progress)
-            if artifact:
-                await aupdate_progress_artifact(artifact, value, description=text)
-            else:
-                artifact = await acreate_progress_artifact(value, description=text)
-        if artifact and not writing.exception():
-            done = f"{format_bytes(nbytes)} written"
-            await aupdate_progress_artifact(artifact, 100.0, description=done)
-    except Exception as error:
-        logger.warning("cannot show the progress of %s: %r", request.run_name, error)
 
 
 async def create_failure_artifact(

@@ -89,29 +89,6 @@ def test_a_save_in_flight_is_listed_and_waited_for(
     assert "no save" in run("wait", root).stderr
 
 
-def test_a_long_save_has_a_progress_artifact_on_the_page_of_its_flow_run(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> None:
-    api, job = Api(), {"write_concurrency": "one"}
-    with CheckpointCoordinator(root, job=job, settings=stack_settings) as saves:
-
-        def find_progress() -> list[tuple[object, str]]:
-            found = [api.artifacts_of(run) for run in api.runs_of(key_of(root, 6))]
-            shown = [each for of_run in found for each in of_run if each.type == "progress"]
-            return [(each.data, each.description) for each in shown]
-
-        with acquire_file_lock(root / ".trinity_sync/writing.lock"):  # the writer waits for it
-            saves.save(6, {"model": STATE})
-            ((value, text),) = until(find_progress, "the artifact")
-            assert (value, text.startswith("0 % of ")) == (0.0, True)
-        saves.wait_all(90)
-        until(lambda: find_progress()[0][0] == 100.0, "its end")
-        saves.save(7, {"model": STATE})
-        saves.wait_all(90)
-        run_of_short = api.ended(api.run_of(key_of(root, 7)).id)
-        assert [each.type for each in api.artifacts_of(run_of_short)] == ["markdown"]
-
-
 def test_the_commands_of_the_stack_print_their_documents(stack: StackState) -> None:
     shown = check_document("up", run("up", "-o", "json").stdout)
     assert shown["services"][0]["url"] == stack.api_url

@@ -8,7 +8,6 @@ from uuid import UUID
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
 from trinity_sync.cli.app import (
     Root,
@@ -156,8 +155,8 @@ def wait(
     else:
         saves[resolve_step_argument(base, step)] = set()
     for number in sorted(saves):
-        with Console(stderr=True).status(f"waiting for the commit of step {number}") as line:
-            _await_step(base, number, saves[number], deadline, timeout, line)
+        with Console(stderr=True).status(f"waiting for the commit of step {number}"):
+            _await_step(base, number, saves[number], deadline, timeout)
     if output == "json":
         print_document("steps", [read_step(base, number) for number in sorted(saves)])
         return
@@ -200,13 +199,12 @@ def _await_step(
     saves: "set[tuple[int, Kind]]",
     deadline: float,
     timeout_s: float,
-    line: Status,
 ) -> None:
     """Wait until a step is committed and not superseded.
 
     A superseded step is waited for while a run lives that may save it again. ``saves`` are run and
     kind of what must be in the step; empty for any. ``deadline`` is by `time.monotonic`, and
-    ``timeout_s`` for the error. ``line`` tells how far the writes are.
+    ``timeout_s`` for the error.
 
     Raises:
         SaveFailedError: Its save failed, or was superseded.
@@ -214,9 +212,7 @@ def _await_step(
         CommitError: The step is corrupted, or was committed and removed.
     """
     from trinity_sync.fs.atomic import revalidate_folder
-    from trinity_sync.orchestration.quantities import describe_progress
     from trinity_sync.orchestration.report.collect import is_running
-    from trinity_sync.orchestration.report.steps import read_progress
     from trinity_sync.storage.discovery import read_step_state
 
     asked, crashed_since = -ASK_S, None
@@ -244,9 +240,6 @@ def _await_step(
         if now - asked >= ASK_S:
             answer_s = min(QUICK_S, deadline - now)
             save, asked = _read_decisive_save(root, step, saves, answer_s), now
-            if save and (progress := read_progress(read_settings(), root, save)):
-                what = f"waiting for the commit of step {step}"
-                line.update(f"{what}: {describe_progress(progress)}")
             crashed = save is not None and save.cause == "Crashed"
             crashed_since = (crashed_since or now) if crashed else None
             if save and (crashed_since is None or now - crashed_since > CRASH_GRACE_S):

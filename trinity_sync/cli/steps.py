@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -11,7 +11,6 @@ from trinity_sync.cli.app import (
     RootOrUrl,
     Step,
     app,
-    read_settings,
     require_existing,
     resolve_step_argument,
     with_hint,
@@ -29,9 +28,6 @@ from trinity_sync.cli.rows import FileRow, StepDetails
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.orchestration.report.facts import SaveRow, StepRow
-
-if TYPE_CHECKING:
-    from trinity_sync.storage.write_progress import WriteProgress
 
 T = TypeVar("T")
 MAX_ROWS = 20
@@ -150,29 +146,25 @@ def _read_saves(root: Path) -> dict[int, SaveRow]:
 
 def _read_rows(root: Path, steps: list[int], saves: dict[int, SaveRow]) -> list[StepRow]:
     from trinity_sync.layout import step_folder
-    from trinity_sync.orchestration.report.steps import read_progress, read_steps
+    from trinity_sync.orchestration.report.steps import read_steps
     from trinity_sync.storage.discovery import list_known_runs
 
-    settings = read_settings()
-    progress = {step: read_progress(settings, root, save) for step, save in saves.items()}
     runs = list_known_runs(root)
     return [
         each
         for row in read_steps(root, steps, runs)
         # otherwise committed or removed between the two looks
         if row.step in saves or row.run is not None or step_folder(root, row.step).is_dir()
-        for each in _add_save(row, saves.get(row.step), progress.get(row.step))
+        for each in _add_save(row, saves.get(row.step))
     ]
 
 
-def _add_save(
-    row: StepRow, save: SaveRow | None, progress: "WriteProgress | None"
-) -> list[StepRow]:
+def _add_save(row: StepRow, save: SaveRow | None) -> list[StepRow]:
     """Return the row of a step, if it is committed, and that of a newer save, if there is one."""
     from trinity_sync.layout import KINDS
 
     if save is None or save.run <= (row.run or 0):
-        return [replace(row, progress=progress)]
+        return [row]
     committed = row.status != "not committed"
     newer = replace(
         StepRow(row.step, "") if committed else row,
@@ -181,7 +173,6 @@ def _add_save(
         run=save.run,
         kinds=tuple(kind for kind in KINDS if kind == save.kind),
         urls=(save.url,) if save.url else (),
-        progress=progress,
     )
     return [row, newer] if committed else [newer]
 

@@ -133,13 +133,12 @@ def write_file(
         OSError: the disk is full, read-only or broken; ``path`` may be partially written.
     """
     fd, direct = _open(path, os.O_WRONLY | os.O_CREAT, direct)
-    overwrites = os.fstat(fd).st_size > 0
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
             # it runs ahead, so the pages of a mapped slot are present when they are written
             digest = digester.submit(digest_parts, parts or (content,))
             whole = len(content) // ALIGNMENT * ALIGNMENT if direct else len(content)
-            _write_chunks(fd, content[:whole], direct, limit, on_written, marks=overwrites)
+            _write_chunks(fd, content[:whole], direct, limit, on_written)
             if whole < len(content):  # direct I/O ends with a page
                 _turn_off_direct(fd)
                 _write_chunk(fd, content[whole:], whole, direct=False)
@@ -181,52 +180,15 @@ def _open(path: Path, flags: int, direct: bool = True) -> tuple[int, bool]:
     return open_regular(path, flags, 0o644), False
 
 
-_FLOCK = "hhqqi4x"
-"""``struct flock`` of 64-bit Linux."""
-
-
-def _mark_written(fd: int, nbytes: int) -> None:
-    """Lock as many bytes of an open file, and one, for `measure_written`, until it is closed."""
-    lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, nbytes + 1, 0)
-    with suppress(OSError):  # a file system without locks
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
-
-
-def measure_written(path: Path) -> int:
-    """Return how many bytes of a file `write_file` has written, while it runs or afterwards.
-
-    A file that is written over has a size from the beginning, so its writer marks what it has
-    written with a lock, which ends with the write or the process.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-    """
-    with open_fd(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        with suppress(OSError):
-            how, _, _, length, _ = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
-            if how != fcntl.F_UNLCK:
-                return int(length) - 1
-        return os.fstat(fd).st_size
-
-
 def _write_chunks(
-    fd: int,
-    content: memoryview,
-    direct: bool,
-    limit: RateLimit | None,
-    on_written: OnWritten,
-    *,
-    marks: bool,
+    fd: int, content: memoryview, direct: bool, limit: RateLimit | None, on_written: OnWritten
 ) -> None:
-    """Write whole pages, which direct I/O requires; ``marks`` for `measure_written`."""
+    """Write whole pages, which direct I/O requires."""
     in_flight: deque[Future[None]] = deque()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="writer") as writers:
         for offset in range(0, len(content), CHUNK):
             if len(in_flight) == IN_FLIGHT:
                 in_flight.popleft().result()
-            if marks:
-                _mark_written(fd, offset - CHUNK * len(in_flight))
             chunk = content[offset : offset + CHUNK]
             if limit:
                 limit.admit(len(chunk))

@@ -2,13 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import job_id_of
-
-if TYPE_CHECKING:
-    from trinity_sync.storage.write_progress import WriteProgress
 
 RETENTION = "retention"
 VERIFIED = "verified"
@@ -39,14 +35,6 @@ def format_duration(seconds: float) -> str:
 def format_rate(nbytes: float, seconds: float) -> str:
     """Return a throughput such as ``2.6 GB/s``; empty if nothing was written."""
     return f"{format_bytes(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
-
-
-def describe_progress(progress: "WriteProgress") -> str:
-    """Return how far the writes of a save are, such as ``42 % of 12.3 GB, 1.1 GB/s``."""
-    done, nbytes = progress.written_bytes, progress.nbytes
-    size = f"{progress.percent} % of {format_bytes(nbytes)}" if nbytes else ""
-    parts = size or f"{format_bytes(done)} written", format_rate(done, progress.seconds)
-    return ", ".join(filter(None, parts))
 
 
 def parse_size(text: str) -> int:

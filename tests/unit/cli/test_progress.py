@@ -1,6 +1,5 @@
 """The progress of a long command: shown to a person at a terminal only."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,17 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.support.terminal import run_at_terminal
-from tests.unit.cli.test_wait_command import flow_run, serve
-from trinity_sync.cli.commands import app
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
-from trinity_sync.saves.journal import append
-from trinity_sync.storage.persist import make_attempt_path
 from trinity_sync.storage.verify import check_files, choose_files
 
 
@@ -67,36 +61,6 @@ def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_al
     assert piped.stderr == ""
     assert "reading" not in piped.stdout
     assert all(word in shown for word in piped.stdout.split()[:2])
-
-
-def test_wait_shows_how_far_the_writes_of_a_save_are(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job.stage(1, {"model": {"w": torch.ones(1 << 20)}})
-    append(job.request(1), "pending")
-    (sealed,) = job.spool.tickets()[0]
-    final = job.root / "global_step_1" / sealed.ticket.path
-    final.parent.mkdir(parents=True)
-    for attempt, share in (("dead", 1.0), ("living", 0.5)):  # one was killed
-        path = make_attempt_path(final, attempt, sealed.ticket.image)
-        path.write_bytes(bytes(int(share * sealed.ticket.nbytes)))
-        os.utime(path, (1, 1) if attempt == "dead" else (2, 2))
-    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(job.spool.folder.parent))
-    command = ("wait", job.root, "--timeout", 1)
-    shown = at_a_terminal(*command, home=tmp_path / "home", code=1)
-    assert "waiting for the commit of step 1: 50 % of 4.2 MB, " in shown
-
-
-def test_ls_on_a_node_without_the_images_tells_what_is_written(tmp_path: Path) -> None:
-    folder = tmp_path / "ckpts/global_step_50/actor"
-    folder.mkdir(parents=True)
-    make_attempt_path(folder / "model.pt", "one", "image").write_bytes(bytes(7000))
-    make_attempt_path(folder / "optim.pt", "one", "other").write_bytes(bytes(500))
-    with serve(lambda _: [flow_run(50, 1, "checkpoint", "RUNNING")]) as url:
-        env = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "PREFECT_API_URL": url}
-        done = CliRunner().invoke(app, ["ls", str(tmp_path / "ckpts"), "-o", "json"], env=env)
-    (row,) = json.loads(done.stdout)["steps"]
-    assert (row["progress"]["bytes"], row["progress"]["written_bytes"]) == (None, 7500)
 
 
 def test_an_error_before_the_first_byte_is_shown_without_a_bar(tmp_path: Path) -> None:

@@ -15,13 +15,10 @@ from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync.cli.commands import app
-from trinity_sync.fs.direct_io import CHUNK, IN_FLIGHT, RateLimit
 from trinity_sync.saves.journal import append
-from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import fail_export_request
 from trinity_sync.storage.manifest import write_manifest
-from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.pins import tag
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import hold_run, open_run
@@ -120,34 +117,6 @@ def test_a_step_that_a_rewind_has_removed_is_waited_for_until_a_later_run_has_en
     open_run(saves.root, "second", 10)  # its process has ended
     done = run(saves, "wait", saves.root, 40, "--timeout", 60)
     assert (done.exit_code, "has been removed since" in done.stderr) == (1, True)
-
-
-@pytest.mark.parametrize("over_a_spare_file", [True, False])
-def test_ls_tells_how_far_the_writes_of_a_save_are(job: Job, over_a_spare_file: bool) -> None:
-    state = {"w": torch.zeros((IN_FLIGHT + 2) * CHUNK, dtype=torch.uint8)}
-    if over_a_spare_file:
-        removed = job.root / "removed"
-        removed.mkdir()
-        (removed / "shard.pt").write_bytes(bytes((IN_FLIGHT + 3) * CHUNK))
-        remove_folder(job.root, removed, keep=1 << 30)
-    job.stage(7, {"model": state, "optim": {"step": 7}})
-    append(job.request(7), "pending")
-    seen: list[tuple[Result, Result]] = []
-
-    def look(_: float) -> None:  # before each chunk but the first
-        seen.append((run(job, "ls", job.root, "-o", "json"), run(job, "ls", job.root)))
-
-    limit = RateLimit(job.spool.folder / "rate", CHUNK, clock=lambda: 0.0, sleep=look)
-    persist(job.share, job.save(7), "model", WriteOptions(limit=limit))
-    ((row,), (text,)) = rows_of(seen[-2][0], "steps"), seen[-2][1].stdout.splitlines()
-    found = row["progress"]
-    least = IN_FLIGHT * CHUNK * (not over_a_spare_file)  # a new file grows with any chunk
-    assert row["status"] == "writing"
-    assert (IN_FLIGHT + 2) * CHUNK < found["bytes"] < (IN_FLIGHT + 3) * CHUNK
-    assert 2 * CHUNK <= found["written_bytes"] <= 2 * CHUNK + least
-    assert re.search(r"\d+ % of 100.7 MB, [\d.]+ \w?B/s", text)
-    (row,) = rows_of(run(job, "ls", job.root, "-o", "json"), "steps")
-    assert row["progress"]["written_bytes"] > (IN_FLIGHT + 2) * CHUNK  # all of the model
 
 
 def test_ls_shows_a_committed_step_next_to_the_save_that_failed_to_replace_it(saves: Job) -> None:

@@ -17,7 +17,6 @@ from trinity_sync.fs.direct_io import (
     IN_FLIGHT,
     RateLimit,
     digest_cached_file,
-    measure_written,
     open_to_read,
     scatter_fd,
     write_file,
@@ -113,19 +112,6 @@ def test_every_chunk_waits_for_the_limit(tmp_path: Path) -> None:
     limit = RateLimit(tmp_path / "rate", CHUNK, clock=lambda: 0.0, sleep=waits.append)
     write_file(tmp_path / "file", mapped(bytes(3 * CHUNK)), limit=limit)
     assert waits == [1.0, 1.0]
-
-
-def test_a_file_that_is_written_over_tells_what_is_written_so_far(tmp_path: Path) -> None:
-    path, seen = tmp_path / "file", list[int]()
-    path.write_bytes(bytes((IN_FLIGHT + 3) * CHUNK))
-
-    def look(_: float) -> None:
-        seen.append(measure_written(path))
-
-    limit = RateLimit(tmp_path / "rate", CHUNK, clock=lambda: 0.0, sleep=look)
-    write_file(path, mapped(bytes((IN_FLIGHT + 2) * CHUNK)), limit=limit)
-    assert seen == [0, 0, 0, CHUNK, 2 * CHUNK]
-    assert measure_written(path) == (IN_FLIGHT + 2) * CHUNK
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:

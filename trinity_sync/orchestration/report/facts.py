@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trinity_sync.layout import Kind
-from trinity_sync.orchestration.quantities import describe_progress
 from trinity_sync.storage.health import ComponentHealth
 from trinity_sync.storage.manifest import CallableRecord
 from trinity_sync.storage.save_timing import LoggedRemoval, LoggedSave, SaveTiming
-from trinity_sync.storage.write_progress import WriteProgress
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]
 
@@ -70,8 +68,6 @@ class StepRow:
     """Values of the weights and optimizers, as far as they were looked at."""
     urls: tuple[str, ...] = ()
     """Pages of its flow runs, as far as the server was asked."""
-    progress: WriteProgress | None = None
-    """How far the writes are, while ``ls`` shows a save that is being written."""
 
     @property
     def is_loadable(self) -> bool:
@@ -90,7 +86,7 @@ class StepRow:
 
     @property
     def notes(self) -> list[str]:
-        """What else a table shows: progress, latest pointers, uses, remote, why it is not valid.
+        """What else a table shows: latest pointers, uses, remote, why it is not valid.
 
         The reason is without what the row says already.
         """
@@ -99,10 +95,9 @@ class StepRow:
         reason = re.sub(rf"step {self.step} in .*? is corrupted: ", "", self.reason)
         reason = re.sub(rf"/\S*/global_step_{self.step}/", "", reason)
         why = "" if self.status in ("valid", "not committed") else reason
-        progress = describe_progress(self.progress) if self.progress else ""
         lacks = ["weights only"] * bool(self.removed)
         lacks += [f"model of {role} not exported" for role in self.failed_exports]
-        found = progress, latest * bool(self.latest_of), *self.alarms, *lacks, *self.in_use, remote
+        found = latest * bool(self.latest_of), *self.alarms, *lacks, *self.in_use, remote
         return [*filter(None, (*found, why.partition(". Choose another step")[0]))]
 
 

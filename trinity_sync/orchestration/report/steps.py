@@ -30,7 +30,6 @@ from trinity_sync.storage.pins import list_steps_in_use, list_tags
 from trinity_sync.storage.runs import Run, find_superseding_run
 from trinity_sync.storage.save_functions import list_requests
 from trinity_sync.storage.save_timing import LoggedSave, read_saves
-from trinity_sync.storage.write_progress import WriteProgress, measure_progress
 
 
 def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterator[StepRow]:
@@ -85,14 +84,6 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         failed_exports=manifest.failed_exports,
         health=manifest.health,
     )
-
-
-def read_progress(settings: Settings, root: Path, save: SaveRow) -> WriteProgress | None:
-    """Return how far the writes of a save are; None if it is not being written, as far as seen."""
-    if save.status != "writing":
-        return None
-    spool = settings.spool / job_id(root)
-    return measure_progress(root, save.run, save.step, save.kind, spool, save.since or 0.0)
 
 
 Save = tuple[int, int, Kind]
