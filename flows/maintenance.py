@@ -143,7 +143,6 @@ async def verify(
     newest: int = 1,
     sample_percent: float = 0.0,
     seed: int | None = None,
-    load: bool = False,
 ) -> None:
     """Read files of committed steps and compare their digests with the manifests.
 
@@ -155,15 +154,10 @@ async def verify(
         sample_percent: Approximate percentage of the bytes of all steps that are read as well.
             Consecutive days read different files.
         seed: Which sample to read; empty for the number of the day.
-        load: Load the newest checkpoint of each job as a restart would, with the shards of all
-            ranks, and measure it, instead of reading files.
 
     Raises:
-        CommitError: A step is corrupted, as any with a torn manifest, or cannot be loaded.
+        CommitError: A step is corrupted, as any with a torn manifest.
     """
-    if load:
-        await _load_newest_checkpoints(root)
-        return
     arguments = root, step, newest, sample_percent, seed
     verified = await run_here(root, on_node.verify, *arguments)
     corrupted = [each for each in verified if each.state == "corrupted"]
@@ -177,42 +171,6 @@ async def verify(
             f"{len(corrupted)} of {len(verified)} steps are corrupted and no longer loaded: "
             f"{reasons}. Restore the files from a copy and verify the step again, or remove it."
         )
-
-
-async def _load_newest_checkpoints(root: str | None) -> None:
-    """Load the newest checkpoint of a job, or of all known jobs, and show how long it took.
-
-    Raises:
-        CommitError: A checkpoint cannot be loaded; the others were loaded and are shown.
-    """
-    failures = []
-    for each, done in await run_here(root, on_node.load_newest_checkpoints, root):
-        if isinstance(done, str):
-            failures.append(done)
-            await _create_load_artifact(each, {"step": "", "result": done})
-            continue
-        await _create_load_artifact(
-            each,
-            {
-                "step": str(done.step),
-                "result": "loaded, digests compared",
-                "seconds": f"{done.seconds:.2f}",
-                "speed": format_rate(done.nbytes, done.seconds),
-                "size": format_bytes(done.nbytes),
-                "files": str(done.files),
-            },
-        )
-    if failures:
-        raise CommitError("; ".join(failures))
-
-
-async def _create_load_artifact(root: Path, row: dict[str, str]) -> None:
-    await acreate_table_artifact(
-        key=make_artifact_key("loaded", root),
-        description=f"Time to load the newest checkpoint of `{root}` on this node, as a restart "
-        "does",
-        table=[row],
-    )
 
 
 async def _create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:

@@ -30,7 +30,6 @@ from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.pins import Pin
 from trinity_sync.storage.quarantine import RewindResult
 from trinity_sync.storage.verify import MeasuredFile, VerifiedStep
-from trinity_sync.storage.verify_load import LoadedCheckpoint
 from trinity_sync.weights.state_files import SyncReport
 
 MEANINGS = {
@@ -84,7 +83,6 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "report": ("report", JobReport),
     "rewind": ("rewind", RewindResult),
     "verify": ("steps", list[VerifiedStep]),
-    "verify --load": ("loaded", LoadedCheckpoint | None),
     "verify --health": ("files", list[MeasuredFile]),
     "reconcile": ("findings", list[Finding]),
     "remote push": ("push", Replicated),

@@ -97,10 +97,6 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
-    loads = run(api, "verify/verify", root=str(root), load=True)
-    assert loads.state.is_completed(), loads.state.message
-    assert "loaded, digests compared" in table(api, loads, root)
-
     shard = root / "global_step_2/actor/model_world_size_1_rank_0.pt"
     with shard.open("r+b") as file:
         file.seek(-3000, os.SEEK_END)

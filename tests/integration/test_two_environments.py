@@ -144,7 +144,6 @@ def test_commands_about_files_work_in_a_trainers_environment(
         ["runs", root],
         ["wait", root, 30],
         ["verify", root],
-        ["verify", root, "--load"],
         ["pin", root, 10],
         ["pin", root, 20, "--name", "best"],
         ["unpin", root, "best"],

@@ -16,10 +16,10 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, print_object, print_rows, progress_bar
+from trinity_sync.cli.output import Output, print_rows, progress_bar
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import MANIFEST, parse_number
-from trinity_sync.orchestration.quantities import format_bytes, format_duration, parse_size
+from trinity_sync.orchestration.quantities import parse_size
 
 if TYPE_CHECKING:
     from trinity_sync.storage.verify import VerifiedStep
@@ -28,7 +28,7 @@ DAY_S = 86_400
 
 
 @app.command(
-    "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%", "verify ckpts --load",
+    "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%",
     "verify ckpts 40 --health", "verify s3://bucket/job latest", panel="Look after steps",
     note="Exit code 3 if a step is corrupted, or with --health has values that are not finite. "
         "Steps in a remote are read and reported, but not marked.",
@@ -54,12 +54,6 @@ def verify(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the sample (default: today's date).")
     ] = None,
-    load: Annotated[
-        bool,
-        typer.Option(
-            "--load", help="Load the newest checkpoint as a restart would, and measure it."
-        ),
-    ] = False,
     health: Annotated[
         bool, typer.Option("--health", help="Look at the values of STEP for NaN and infinite ones.")
     ] = False,
@@ -69,11 +63,6 @@ def verify(
     given = [step, limit, sample]
     if sum(each is not None for each in given) > 1:
         raise ConfigError("pass one of STEP, --limit and --sample")
-    if load:
-        if "://" in root or health or any(each is not None for each in (*given, seed)):
-            raise ConfigError("--load reads the newest checkpoint of a root; pass nothing else")
-        _verify_by_loading(Path(root), output)
-        return
     if health:
         if "://" in root or limit or sample or seed is not None:
             raise ConfigError("--health looks at one step of a root; pass STEP or nothing")
@@ -121,21 +110,6 @@ def _parse_sample(text: str) -> int | float:
     if not 0 < share <= 1:
         raise ConfigError(f"--sample {text} is no percentage; pass one such as 2%, or a size")
     return share
-
-
-def _verify_by_loading(root: Path, output: Output) -> None:
-    from trinity_sync.storage.verify_load import load_newest
-
-    done = load_newest(require_existing(root))
-    if done is None:
-        print_object("loaded", None, output, "")
-        typer.echo(f"nothing is committed in {root}", err=True)
-        return
-    text = (
-        f"loaded step {done.step}: {done.files} files, {format_bytes(done.nbytes)}, in "
-        f"{format_duration(done.seconds)}"
-    )
-    print_object("loaded", done, output, text)
 
 
 def _verify_values(root: Path, step: str, output: Output) -> None:

@@ -196,10 +196,6 @@ def make_schedule(
     if name == "nightly":
         active = active and maintenance.verify > 0
         parameters = {"sample_percent": round(100 * maintenance.verify, 6)}
-    elif name == "load-test":
-        active = active and maintenance.load_test != "off"
-        if maintenance.load_test != "off":
-            when = CronSchedule(cron=maintenance.load_test, timezone=zone)
     elif name == "repair":
         when = IntervalSchedule(interval=maintenance.repair, anchor_date=ANCHOR, timezone=zone)
     text = json.dumps([when.model_dump(mode="json"), parameters], sort_keys=True)

@@ -56,7 +56,6 @@ from trinity_sync.storage.verify import (
 if TYPE_CHECKING:
     from trinity_sync.formats.hf_export import ExportResult
     from trinity_sync.remote.upload import Replicated
-    from trinity_sync.storage.verify_load import LoadedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -130,23 +129,6 @@ def verify(
         checked = threads.map(check, split_evenly(files, VERIFIERS))
         judged = judge_steps([file for batch in checked for file in batch])
     return [*judged, *(torn for each in roots for torn in judge_manifests(each))]
-
-
-def load_newest_checkpoints(root: str | None) -> "list[tuple[Path, LoadedCheckpoint | str]]":
-    """Load the newest checkpoint of a job, or for None of all known jobs that have one.
-
-    One that cannot be loaded is returned as the reason.
-    """
-    from trinity_sync.storage.verify_load import load_newest  # imports torch, which is slow
-
-    results: list[tuple[Path, LoadedCheckpoint | str]] = []
-    for each in select_roots(root, Settings()):
-        try:
-            if done := load_newest(each):
-                results.append((each, done))
-        except (TrinitySyncError, OSError) as error:
-            results.append((each, str(error)))
-    return results
 
 
 def export_model(

@@ -42,7 +42,6 @@ from trinity_sync.settings.values import (
     explain,
     explain_unknown_variables,
     make_absolute,
-    require_cron,
     require_port,
     require_time_zone,
     show_value,
@@ -359,12 +358,6 @@ class MaintenanceSettings(_Section):
     """Share of the bytes of all steps that are read each night, next to those of each job's newest
     step, and compared with their digests: with ``2%``, everything is read in 50 nights. ``off`` for
     no reading at all."""
-
-    load_test: Annotated[str, AfterValidator(require_cron)] = Field(
-        default="off", examples=["43 4 * * 0"]
-    )
-    """When the newest checkpoint of each job is loaded whole, as a restart would, as a cron
-    expression; ``off`` for never."""
 
     repair: Duration = Field(default=timedelta(minutes=15), ge=timedelta(minutes=1))
     """Time between two repairs of what crashes have left: runs, images, latest pointers, files."""

@@ -64,13 +64,6 @@ def require_time_zone(name: str) -> str:
     return name
 
 
-def require_cron(text: str) -> str:
-    """Return a cron expression or ``off``; raise ValueError for another text."""
-    if text != "off" and len(text.split()) != 5:
-        raise ValueError("must be the five fields of a cron expression, or off")
-    return text
-
-
 def require_port(address: str) -> str:
     """Return ``host:port``; raise ValueError for another text that is not empty."""
     if address and not re.fullmatch(r"\S+:\d{1,5}", address):

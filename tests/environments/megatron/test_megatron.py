@@ -34,7 +34,7 @@ from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.verify_load import load_newest
+from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 STEPS = (1, 2, 3)
 FOLDERS = ("model", "optimizer", "extra")
@@ -120,12 +120,8 @@ def save_and_resume(root: Path, tensor: int, **sizes: int) -> None:
     assert [trained.step(), trained.step()] == losses
     for step in STEPS:
         compare(actor(root.parent / "theirs", step), actor(root, step), FOLDERS)
-    tested = load_newest(root)  # what trinity-sync verify --load does
-    assert tested.step == STEPS[-1]
-    assert (
-        tested.nbytes
-        > Path(actor(root, STEPS[-1]), "optimizer/dist_ckpt/__1_0.distcp").stat().st_size
-    )
+    (verified,) = judge_steps(check_files(choose_files(root, step=STEPS[-1])))
+    assert verified.state == "valid"
 
 
 def resume_with(

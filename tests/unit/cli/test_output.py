@@ -144,7 +144,6 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "jobs set": ["jobs", "set", root, "keep=last=3"],
         "jobs ls": ["jobs", "ls"],
         "verify": ["verify", root, 20],
-        "verify --load": ["verify", root, "--load"],
         "verify --health": ["verify", root, "--health"],
         "reconcile": ["reconcile", root],
         "remote push": ["remote", "push", root, "best", url],
@@ -293,7 +292,7 @@ def test_a_folder_that_is_no_root_passes_no_command_but_the_one_that_makes_it_on
     home: dict[str, str], tmp_path: Path
 ) -> None:
     (empty := tmp_path / "empty").mkdir()
-    lines = ["verify {}", "verify {} --load", "wait {}", "wait {} 5", "ls {}", "show {} latest"]
+    lines = ["verify {}", "wait {}", "wait {} 5", "ls {}", "show {} latest"]
     for line in (
         *lines,
         "report {}",

@@ -121,7 +121,6 @@ def test_a_step_of_dcp_is_loaded(job: Job, read_only: Make, coordinator_of: Open
         ("ls",),
         ("show", "2"),
         ("verify",),
-        ("verify", "--load"),
         ("readers",),
         ("prune", "--dry-run"),
         ("report",),

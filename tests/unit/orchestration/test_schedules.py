@@ -21,7 +21,7 @@ def schedules(**settings: Any) -> dict[str, DeploymentScheduleCreate]:
     return {schedule.slug.partition(":")[0]: schedule for schedule in made}
 
 
-def test_by_default_everything_but_the_load_test_is_scheduled() -> None:
+def test_by_default_everything_is_scheduled() -> None:
     made = schedules()
     assert {name for name in made if made[name].active} == {"nightly", "repair", "hourly"}
     assert made["nightly"].parameters == {"sample_percent": 2}
@@ -30,10 +30,8 @@ def test_by_default_everything_but_the_load_test_is_scheduled() -> None:
 
 
 def test_the_settings_say_how_much_is_read_and_when() -> None:
-    made = schedules(verify="off", load_test="1 2 * * 3", repair="1h", timezone="UTC")
+    made = schedules(verify="off", repair="1h", timezone="UTC")
     assert not made["nightly"].active
-    assert made["load-test"].active
-    assert made["load-test"].schedule.cron == "1 2 * * 3"
     assert made["repair"].schedule.interval == timedelta(hours=1)
     assert made["hourly"].schedule.timezone == "UTC"
     assert not any(each.active for each in schedules(schedules=False).values())

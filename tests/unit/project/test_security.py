@@ -56,7 +56,6 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.save_functions import CallableStatus
-from trinity_sync.storage.verify_load import load_newest
 from trinity_sync.tensors.safe_load import load_file
 
 
@@ -114,10 +113,9 @@ def of_others(path: Path) -> None:
     "read",
     [
         lambda job: load_states(job.root, 2, "actor"),
-        lambda job: load_newest(job.root),
         lambda job: load_file(shards(job)[1]),
     ],
-    ids=["load", "verify", "file"],
+    ids=["load", "file"],
 )
 def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
     for shard in shards(job):

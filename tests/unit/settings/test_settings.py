@@ -101,7 +101,6 @@ WRONG = {
     "[server]\nkeep_events = 6": r'keep_events = 6 in \[server\]: .*; e.g. keep_events = "6h"',
     '[server]\npassword = "none"\nhost = "10.0.0.4"': r"{file}: \[server\]: .*10\.0\.0\.4 run code",
     '[maintenance]\nverify = "200%"': r"verify = '200%' .*; e.g. verify = \"2%\"",
-    '[maintenance]\nload_test = "weekly"': r"five fields of a cron .*; e.g. load_test = \"43 4",
     '[maintenance]\ntimezone = "CEST"': r"name of a time zone; e.g. timezone = \"Europe/Berlin",
     "[server": r"{file} is not a TOML file: ",
     "server = 1": r"{file}: \[server\]: ",
@@ -199,7 +198,7 @@ def test_a_process_that_gets_all_settings_as_variables_reads_no_file(
         '[server]\nport = 1\nkeep_events = "0s"\nkeep_runs = "90m"\n'
         '[worker]\nallowed_paths = ["/a", "/b"]\nmetrics = "[::]:9464"\n'
         '[io]\nreuse_files = "always"\nmax_mb_per_s = 0.5\n'
-        '[maintenance]\nverify = "off"\ntimezone = "UTC"\nload_test = "1 2 * * 3"\n'
+        '[maintenance]\nverify = "off"\ntimezone = "UTC"\n'
     )
     settings = StackSettings()
     variables = settings.to_variables()
