@@ -32,7 +32,7 @@ import operator
 import os
 import re
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -278,18 +278,12 @@ def check_choice(what: str, value: object, known: Collection[str]) -> None:
         raise ConfigError(f"{what} {value!r} is unknown; pass one of {', '.join(map(repr, known))}")
 
 
-def name_job(real: Path, others: Iterable[Path] = ()) -> str:
-    """Return the name of a job: its folder's, with the parents that tell it from other jobs.
+def name_job(real: Path) -> str:
+    """Return the name of a job, given the full path of its root: its folder's.
 
-    ``real`` and ``others`` are full paths of roots. A folder with a common name has its parent.
+    A folder with a common name has its parent.
     """
-    parts = real.parts[1:]
-    rivals = [other.parts for other in others if other != real]
-    least = 1 + (real.name.lower() in _COMMON_NAMES)
-    for count in range(least, len(parts)):
-        if not any(rival[-count:] == parts[-count:] for rival in rivals):
-            return "/".join(parts[-count:])
-    return "/".join(parts)
+    return "/".join(real.parts[1:][-1 - (real.name.lower() in _COMMON_NAMES) :])
 
 
 @lru_cache(maxsize=64)  # each save asks for the same

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trinity_sync.cli.app import Root, app, read_settings, require_existing
-from trinity_sync.cli.completion import complete_root
-from trinity_sync.cli.output import Output, print_document, print_object, print_table
+from trinity_sync.cli.output import Output, format_time, print_document, print_object, print_table
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.orchestration.quantities import format_duration
+from trinity_sync.orchestration.quantities import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from trinity_sync.orchestration.report.facts import JobReport
@@ -56,53 +55,82 @@ def _print_report(report: "SyncReport | None", root: str) -> None:
 
 
 @app.command(
-    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json", "report",
-    "report exp1/ckpts exp2/ckpts",
+    "report ckpts", "report ckpts --html /tmp/ckpts.html", "report ckpts -o json",
     panel="Look at a job",
     note="Failures, flow runs and verifications come from the Prefect server, if one answers.",
 )  # fmt: skip
 def report(
-    roots: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[ROOT...]",
-            autocompletion=complete_root,
-            help="Roots of jobs; by default all that have saved on this node.",
-        ),
-    ] = None,
+    root: Root,
     html: Annotated[Path, typer.Option("--html", help="File to write.")] = Path("report.html"),
     output: Output = "table",
 ) -> None:
     """Write an HTML page about a job: its health, failures with what to type, cost of saves.
 
-    Without ROOT, the page lists all jobs, and links the page of each, which is written next to it;
-    with several, it also shows them side by side. With -o json no page is written, and the reports
-    of several jobs are a list.
+    With -o json no page is written.
     """
-    from trinity_sync.cli.report_html import render_report, render_reports
-    from trinity_sync.orchestration.report.collect import collect_report, collect_reports
+    from trinity_sync.orchestration.report.collect import collect_report
 
     if html.is_dir():
         raise ConfigError(f"{html} is a folder; pass a file as --html")
-    settings = read_settings()
-    found = [collect_report(settings, require_existing(root)) for root in roots or ()]
-    is_one, found = len(found) == 1, found or collect_reports(settings)
+    found = collect_report(read_settings(), require_existing(root))
     if output == "json":
-        print_document("report" if is_one else "reports", found[0] if is_one else found)
+        print_document("report", found)
         return
-
-    def name_page(report: "JobReport") -> str:
-        return html.name if is_one else f"{html.stem}-{report.job}.html"
-
     try:
-        for each in found:
-            replace_file(html.with_name(name_page(each)), render_report(each), sync=False)
-            typer.echo(
-                f"{each.root}: " * (not is_one) + f"{each.health.status}: {each.health.sentence}"
-            )
-        if not is_one:
-            page = render_reports(found, name_page, compare=bool(roots))
-            replace_file(html, page, sync=False)
+        replace_file(html, render_report(found), sync=False)
     except OSError as error:
         raise ConfigError(f"cannot write {html}: {error.strerror}; pass another --html") from error
+    typer.echo(f"{found.health.status}: {found.health.sentence}")
     typer.echo(f"wrote {html}; open it in a browser")
+
+
+OPEN_ROWS = 20
+"""Steps that are shown at once."""
+MAX_ROWS = 500
+"""Steps that are listed in all; a browser takes long for more."""
+
+
+def render_report(report: "JobReport") -> str:
+    """Return the report of a job as one HTML page that loads nothing else."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("trinity_sync", "cli"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(size=format_bytes, time=format_time, duration=format_duration)
+    newest_first = sorted(report.steps, key=lambda row: (row.run or 0, row.step), reverse=True)
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        figures=summarize(report),
+        shown=newest_first[:OPEN_ROWS],
+        more=newest_first[OPEN_ROWS:MAX_ROWS],
+        left_out=max(len(newest_first) - MAX_ROWS, 0),
+    )
+
+
+def summarize(report: "JobReport") -> dict[str, str]:
+    """Return the key figures of a job by their captions."""
+    figures = {}
+    newest: dict[str, int] = {}
+    for kind, name in (("checkpoint", "newest checkpoint"), ("state_dict", "newest weights")):
+        steps = [row for row in report.steps if kind in row.kinds and row.is_loadable]
+        row = max(steps, key=lambda row: (row.run or 0, row.step), default=None)
+        if row and row.step not in newest.values():  # a checkpoint has weights, too
+            newest[name] = row.step
+            age = max(report.created_at - (row.committed_at or 0.0), 0.0)
+            figures[name] = f"step {row.step}, {format_duration(age)} ago"
+    checkpoints = [each for each in report.saves if each.timing.kind == "checkpoint"]
+    saves = (checkpoints or list(report.saves))[-20:]
+    longest = [each.timing.longest_stall for each in saves]
+    if stalls := sorted(each.seconds for each in longest if each):
+        figures["median stall"] = format_duration(stalls[len(stalls) // 2])
+    if totals := sorted(each.timing.total_s for each in saves):
+        figures["median to commit"] = format_duration(totals[len(totals) // 2])
+    if report.disk:
+        figures["on disk"] = format_bytes(report.disk.nbytes)
+        figures["disk free"] = format_bytes(report.disk.free_bytes)
+    return figures

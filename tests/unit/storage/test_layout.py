@@ -104,19 +104,18 @@ def test_a_root_of_any_name_saves_and_is_known(
 
 
 @pytest.mark.parametrize(
-    ("root", "others", "name"),
+    ("root", "name"),
     [
-        ("/a/grpo", [], "grpo"),
-        ("/a/exp1/ckpts", [], "exp1/ckpts"),
-        ("/a/exp1/Checkpoints", ["/a/exp2/Checkpoints"], "exp1/Checkpoints"),
-        ("/a/exp1/ckpts", ["/a/exp1/ckpts", "/b/exp1/ckpts"], "a/exp1/ckpts"),
-        ("/a/grpo", ["/b/c/grpo", "/grpo"], "a/grpo"),
-        ("/grpo", ["/b/grpo"], "grpo"),
-        ("/ckpts", [], "ckpts"),
+        ("/a/grpo", "grpo"),
+        ("/a/exp1/ckpts", "exp1/ckpts"),
+        ("/a/exp1/Checkpoints", "exp1/Checkpoints"),
+        ("/ckpts", "ckpts"),
     ],
 )
-def test_the_name_of_a_job_tells_it_from_others(root: str, others: list[str], name: str) -> None:
-    assert name_job(Path(root), map(Path, others)) == name
+def test_the_name_of_a_job_is_its_folder_with_the_parent_of_a_common_name(
+    root: str, name: str
+) -> None:
+    assert name_job(Path(root)) == name
 
 
 def test_the_identifier_of_a_job_in_a_folder_with_a_common_name_has_the_parent() -> None:

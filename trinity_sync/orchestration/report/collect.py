@@ -53,11 +53,11 @@ from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import Run, find_living_run
-from trinity_sync.storage.save_timing import read_removals, read_saves
+from trinity_sync.storage.save_timing import read_saves
 from trinity_sync.weights.state_files import read_sync_report
 
 MAX_SAVES = 1000
-"""Newest saves that a report has, for charts."""
+"""Newest saves that a report has."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,6 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         health=judge_health(saves, steps, failures, in_flight, now, is_running=is_running(root)),
         steps=steps,
         saves=saves,
-        removals=tuple(read_removals(root)),
         runs=tuple(_list_runs(root, starts)),
         in_flight=in_flight,
         failures=failures,

@@ -8,7 +8,7 @@ from typing import Literal
 from trinity_sync.layout import Kind
 from trinity_sync.storage.health import ComponentHealth
 from trinity_sync.storage.manifest import CallableRecord
-from trinity_sync.storage.save_timing import LoggedRemoval, LoggedSave, SaveTiming
+from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]
 
@@ -282,8 +282,6 @@ class JobReport:
     """By step."""
     saves: tuple[LoggedSave, ...] = ()
     """Committed saves in order of time, also of steps removed since; the newest thousand."""
-    removals: tuple[LoggedRemoval, ...] = ()
-    """Steps that were removed or quarantined, in order of time."""
     runs: tuple[RunRow, ...] = ()
     """Starts of the training."""
     in_flight: tuple[InFlight, ...] = ()
