@@ -18,7 +18,6 @@ from trinity_sync.cli.rows import (
     StoppedStack,
     UiReport,
     Unpinned,
-    VersionReport,
 )
 from trinity_sync.formats.dcp import DcpResult
 from trinity_sync.formats.hf_export import ExportResult
@@ -98,6 +97,5 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "deploy": ("deployments", list[DeploymentRow]),
     "ui": ("ui", UiReport),
     "config show": ("settings", list[SettingRow]),
-    "version": ("version", VersionReport),
 }
 """Noun and content of the JSON document of each command that has ``-o``."""

@@ -95,18 +95,16 @@ def test_two_ranks_save_through_a_stack_of_another_environment(
     assert len(require_committed(root, 1).files) == 2
 
 
-def test_version_is_that_of_the_stack_and_of_the_environment_that_called_it(
+def test_version_is_that_of_the_stack_or_of_the_environment_whose_python_is_asked(
     client: Path, stack_environment: Path, tmp_path: Path
 ) -> None:
     environment = os.environ | {"PATH": f"{client}:{stack_environment}:{os.environ['PATH']}"}
     of_stack, of_client = (
-        call(client / words[0], *words[1:], env=environment, cwd=tmp_path).stdout
-        for words in (["trinity-sync", "version"], ["python", "-m", "trinity_sync", "version"])
+        call(client / words[0], *words[1:], "--version", env=environment, cwd=tmp_path).stdout
+        for words in (["trinity-sync"], ["python", "-m", "trinity_sync"])
     )
-    assert re.search(rf"^called from +[\d.]+ \({client}/", of_stack, re.MULTILINE)
     assert str(stack_environment) in of_stack
-    assert re.search(r"^prefect +not installed", of_client, re.MULTILINE)
-    assert "called from" not in of_client
+    assert "no prefect" in of_client
 
 
 @pytest.fixture
@@ -162,7 +160,7 @@ def test_commands_about_files_work_in_a_trainers_environment(
         ["status"],
         ["config", "show"],
         ["down"],
-        ["version"],
+        ["--version"],
     ]
     done = call(
         "python", "-c", COMMANDS, json.dumps(commands, default=str), env=alone, cwd=tmp_path

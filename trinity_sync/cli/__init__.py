@@ -15,10 +15,6 @@ from trinity_sync.stack import list_missing_packages
 TRIED = "TRINITY_SYNC_TRIED"
 """Environment variable with the scripts that were tried, in order; empty if none has a stack."""
 
-_CALLER = "TRINITY_SYNC_CALLER"
-called_from = os.environ.pop(_CALLER, sys.executable)
-"""Python of the environment whose script was called, and has executed this one."""
-
 
 def main() -> None:
     """Run the command, or that of the stack's environment if this one has the client only."""
@@ -51,6 +47,4 @@ def _run_other_script(tried: list[str]) -> None:
 def _execute(script: Path, tried: str) -> None:
     """Replace this process by a script; return if it cannot be run, which a shell skips as well."""
     with suppress(OSError):
-        os.execve(
-            script, [str(script), *sys.argv[1:]], {**os.environ, TRIED: tried, _CALLER: called_from}
-        )
+        os.execve(script, [str(script), *sys.argv[1:]], {**os.environ, TRIED: tried})

@@ -191,12 +191,31 @@ app = App(
 )  # fmt: skip
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from trinity_sync import __version__
+PACKAGES = ("prefect", "ray", "torch", "verl", "transformers", "lightning")
+"""Packages whose versions decide how trinity-sync works."""
 
-        typer.echo(f"trinity-sync {__version__}")
-        raise typer.Exit
+
+def _print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    from trinity_sync.layout import MANIFEST_FORMAT, ROOT_FORMAT, RUN_FORMAT, SPOOL_FORMAT
+
+    def find(package: str) -> str:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            return f"no {package}"
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    typer.echo(f"{find('trinity-sync')} of Python {python}, {sys.executable}")
+    typer.echo(", ".join(map(find, PACKAGES)))
+    typer.echo(
+        f"record formats: root {ROOT_FORMAT}, spool {SPOOL_FORMAT}, manifest {MANIFEST_FORMAT}, "
+        f"run {RUN_FORMAT}"
+    )
+    raise typer.Exit
 
 
 @app.callback()
@@ -209,9 +228,9 @@ def set_options(
         typer.Option(
             "--version",
             "-V",
-            callback=_print_version,
+            callback=_print_versions,
             is_eager=True,
-            help="Print the version; see also the command version.",
+            help="Print the versions, also of Python and of packages, and the record formats.",
         ),
     ] = False,
 ) -> None:

@@ -1,8 +1,11 @@
 """Commands for jobs: jobs ls, set, reindex, forget; reconcile."""
 
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,8 +28,11 @@ from trinity_sync.cli.output import (
     progress_bar,
 )
 from trinity_sync.cli.rows import ForgottenJob, JobRow, ReindexedJob, SettingRow
-from trinity_sync.errors import ConfigError, PrefectApiError
+from trinity_sync.errors import ConfigError, PrefectApiError, TrinitySyncError
 from trinity_sync.stack import list_missing_packages
+
+if TYPE_CHECKING:
+    from trinity_sync.settings import Settings
 
 jobs = App(
     no_args_is_help=True,
@@ -47,7 +53,6 @@ def list_jobs(output: Output = "table") -> None:
     It warns of those in the catalog that have other steps on disk.
     """
     from trinity_sync.client.prefect_connection import knows_server
-    from trinity_sync.orchestration.report.collect import collect_reports
 
     settings, found = read_settings(), list[Any]()
     if (settings.saver == "stack" or knows_server(settings)) and not list_missing_packages():
@@ -55,23 +60,42 @@ def list_jobs(output: Output = "table") -> None:
 
         with open_catalog(get_catalog_url(settings)) as engine:
             found = list_jobs(engine)
-    shown: list[Any] = found or collect_reports(settings)
-    rows = [
-        JobRow(
-            root=job.root,
-            job=job.job,
-            steps=len(job.steps),
-            newest=max(((each.run or 0, each.step) for each in job.steps), default=(0, None))[1],
-            bytes=sum(each.nbytes for each in job.steps),
-            updated_at=job.mirrored_at if found else job.created_at,
-        )
-        for job in shown
-    ]
+    rows = [_make_row(each.root, each.job, each.steps, each.mirrored_at) for each in found]
     columns = "root steps newest bytes updated_at"
-    print_rows("jobs", rows, output, columns, empty="no job is known")
+    shown = rows or _list_jobs_of_node(settings)
+    print_rows("jobs", shown, output, columns, empty="no job is known")
     for job in found:
         if warning := _describe_outdated(Path(job.root), {each.step for each in job.steps}):
             typer.echo(warning, err=True)
+
+
+def _make_row(root: str, job: str, steps: Sequence[Any], updated_at: float) -> JobRow:
+    newest = max(((each.run, each.step) for each in steps), default=(0, None))[1]
+    nbytes = sum(each.nbytes for each in steps)
+    return JobRow(root, job, len(steps), newest, nbytes, updated_at)
+
+
+def _list_jobs_of_node(settings: "Settings") -> list[JobRow]:
+    """Return the jobs that have saved on this node, but for roots that are gone or hang."""
+    from trinity_sync.layout import steps_on_disk
+    from trinity_sync.orchestration.report.steps import read_steps
+    from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
+    from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
+    from trinity_sync.snapshot.spool import list_job_spools
+
+    def read(root: Path) -> JobRow | None:
+        with suppress(TrinitySyncError, OSError):
+            if root.is_dir():
+                steps = [
+                    row for row in read_steps(root, steps_on_disk(root), ()) if row.run is not None
+                ]
+                return _make_row(str(root), job_id(root), steps, time.time())
+        return None
+
+    spools = [job.read_root() for job in list_job_spools(settings.spool)]
+    roots = sorted({*list_registered_roots(settings.home), *filter(None, spools)})
+    found = RootVisits("jobs ls").visit(roots, read, limit_s=OTHERS_WAIT_S)
+    return [each for each in found.values() if each]
 
 
 @jobs.command(

@@ -167,24 +167,3 @@ class UiReport:
     """Its address."""
     password: str | None
     """What its login asks for; null if it needs none, or the server is external."""
-
-
-@dataclass(frozen=True)
-class VersionReport:
-    """This installation."""
-
-    version: str
-    """Version of trinity-sync."""
-    path: str
-    """Folder of the package."""
-    python: str
-    """Version of Python."""
-    executable: str
-    """Path of Python."""
-    packages: dict[str, str | None]
-    """Version of each package that matters; null if it is not installed."""
-    formats: dict[str, int]
-    """Formats of the records in the root and the spool that this release reads and writes."""
-    client: str | None
-    """Version of trinity-sync in the environment whose command was called, and its Python; null if
-    it is this one."""

@@ -159,7 +159,6 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "down": ["down"],
         "doctor": ["doctor", root],
         "config show": ["config", "show"],
-        "version": ["version"],
     }
 
 

@@ -16,6 +16,7 @@ from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync.cli.commands import app
 from trinity_sync.saves.journal import append
+from trinity_sync.snapshot.job_identity import register_root
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import fail_export_request
 from trinity_sync.storage.manifest import write_manifest
@@ -270,3 +271,15 @@ def test_where_all_is_well_no_command_is_red_or_speaks_of_a_stack(
     assert "in memory" not in run(job, "status").output
     page = (tmp_path / "report.html").read_text()
     assert not re.search("Prefect|flow run|worker", page.partition("<h1>")[2])
+
+
+def test_jobs_ls_lists_the_jobs_that_have_saved_on_this_node(job: Job, tmp_path: Path) -> None:
+    registered, gone = tmp_path / "registered", tmp_path / "gone"
+    commit_files(registered, 7, nbytes=5000)
+    commit_files(registered, 9, nbytes=5000)
+    job.stage(3, {"model": {"w": torch.zeros(4)}})  # no saver has registered its root yet
+    for root in (registered, gone):
+        register_root(tmp_path / "home", root)
+    rows = rows_of(run(job, "jobs", "ls", "-o", "json"), "jobs")
+    found = {row["root"]: (row["steps"], row["newest"]) for row in rows}
+    assert found == {str(registered): (2, 9), str(job.root): (0, None)}

@@ -24,12 +24,11 @@ from trinity_sync.client.prefect_api import (
 from trinity_sync.client.prefect_connection import knows_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths, walk_files
-from trinity_sync.layout import PRIVATE_FOLDER, job_id_of, steps_on_disk
+from trinity_sync.layout import PRIVATE_FOLDER, steps_on_disk
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
     Disk,
     Failure,
-    Health,
     InFlight,
     JobReport,
     Memory,
@@ -40,10 +39,9 @@ from trinity_sync.orchestration.report.facts import (
 )
 from trinity_sync.orchestration.report.health import group_failures, judge_health
 from trinity_sync.orchestration.report.steps import list_saves, read_steps
-from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
-from trinity_sync.snapshot.spool import JobSpool, list_job_spools
+from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
@@ -128,26 +126,6 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         server_error=server.error,
         server_limit=PAGE if len(server.runs) == PAGE else 0,
     )
-
-
-def collect_reports(settings: Settings) -> list[JobReport]:
-    """Return the reports of all jobs that have saved on this node; of a lost one, what is wrong."""
-    spools = [job.read_root() for job in list_job_spools(settings.spool)]
-    roots = sorted({*list_registered_roots(settings.home), *filter(None, spools)})
-
-    def fail(root: Path, why: str) -> JobReport:
-        return JobReport(str(root), job_id_of(root), time.time(), Health("failed", why, None))
-
-    def collect(root: Path) -> JobReport:
-        try:
-            if root.is_dir():
-                return collect_report(settings, root)
-            return fail(root, f"it is gone; if it was removed: trinity-sync jobs forget {root}")
-        except (TrinitySyncError, OSError) as error:
-            return fail(root, str(error))
-
-    found = RootVisits("report").visit(roots, collect, limit_s=OTHERS_WAIT_S)
-    return [found.get(root) or fail(root, "its file system does not answer") for root in roots]
 
 
 def is_running(root: Path) -> bool | None:
