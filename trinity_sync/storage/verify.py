@@ -188,11 +188,13 @@ def check_files(
 def judge_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
     """Mark corrupted steps, remove the marks of valid ones, and repair the latest pointers.
 
+    Steps that have a corrupted file under another name are corrupted as well.
+
     Raises:
         OSError: the root cannot be written, so no step can be marked.
     """
     steps: dict[tuple[str, int], list[CheckedFile]] = {}
-    for each in checked:
+    for each in (*checked, *_list_other_names(checked)):
         steps.setdefault((each.file.root, each.file.step), []).append(each)
     return [_judge_step(root, step, steps[root, step]) for root, step in sorted(steps)]
 
@@ -284,6 +286,21 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedSte
         return result(state="corrupted", wrong=str(corruption))
     what = f"the commit does not contain {', '.join(unnamed)}" if unnamed else ""
     return result(state="restored" if before and is_writable else "valid", wrong=what)
+
+
+def _list_other_names(checked: Sequence[CheckedFile]) -> Iterator[CheckedFile]:
+    """Yield the corrupted files under the names that unchanged ones have in other steps."""
+    for bad in (each for each in checked if each.wrong):
+        root, record = Path(bad.file.root), bad.file.record
+        path = step_folder(root, bad.file.step) / record.path
+        with suppress(OSError):  # it is missing, and may be there under its other names
+            others = iter_committed_steps(root) if path.stat().st_nlink > 1 else ()
+            for manifest in others:
+                for same in (each for each in manifest.files if each.digest == record.digest):
+                    name = step_folder(root, manifest.step) / same.path
+                    if name != path and name.exists() and name.samefile(path):
+                        file = ChosenFile(bad.file.root, manifest.step, manifest.run, same)
+                        yield CheckedFile(file, bad.wrong, 0.0)
 
 
 def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:

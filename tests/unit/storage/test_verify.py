@@ -128,6 +128,24 @@ def test_a_flipped_byte_takes_a_step_out_of_use_everywhere(job: Job) -> None:
         require_committed(job.root, 2)
 
 
+def test_a_corrupted_file_takes_all_steps_that_share_it_out_of_use(job: Job) -> None:
+    frozen = {"w": torch.arange(600_000.0)}
+    save(job, 1)
+    for step in (2, 3, 4):
+        job.commit_states(step, {"model": frozen, "optim": {"step": step}})
+    assert shard(job, 2).samefile(shard(job, 4))
+    flip_a_byte(shard(job, 4), -2000)
+    shard(job, 2).rename(copy := shard(job, 2).with_name("copy"))
+    shard(job, 2).write_bytes(copy.read_bytes())
+    flip_a_byte(shard(job, 2), -2000)  # a file of its own, which is valid
+    copy.unlink()
+    verdicts = verify(job, step=4)
+    assert states(verdicts) == {3: "corrupted", 4: "corrupted"}
+    assert all(f"{SHARD} has digest" in verdict.wrong for verdict in verdicts)
+    assert find_newest(job.root).step == 2
+    assert pointers(job) == (2, 2)
+
+
 def test_a_cut_a_missing_and_a_linked_file_are_named(job: Job, tmp_path: Path) -> None:
     save(job, 1, 2, 3)
     os.truncate(shard(job, 1), 100)
