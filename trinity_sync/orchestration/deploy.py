@@ -5,14 +5,11 @@ an existing work pool. It is idempotent, and does not change what prefect.yaml d
 such as a concurrency limit set in the Prefect UI. A schedule that a user has paused or moved stays
 so until its settings change.
 
-The first automation monitors heartbeats: it crashes flow runs that send none. `recovery.flow_runs`
+The automation monitors heartbeats: it crashes flow runs that send none. `recovery.flow_runs`
 recovers the runs of its own node only. If a node is lost, its runs would stay Running forever. The
 Prefect server receives a heartbeat from every run, and the automation sets a run to Crashed if it
 has sent none for too long. The server accepts a final state after a crash, but no crash after a
 final state: a run that is still executed ends in the state that it reports.
-
-Three more automations watch the events of steps (`step_events`). They are created paused and do
-nothing: a user adds an action, such as a notification, and switches them on.
 """
 
 import hashlib
@@ -34,7 +31,7 @@ from prefect.client.schemas.actions import (
 )
 from prefect.client.schemas.objects import DeploymentSchedule, StateType
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
-from prefect.events.actions import ChangeFlowRunState, DoNothing
+from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -48,7 +45,6 @@ from trinity_sync.client.prefect_connection import (
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.pipeline import read_deployments
 from trinity_sync.orchestration.prefect_compat import parameter_schema
-from trinity_sync.orchestration.step_events import JOB_RESOURCE, PREFIX
 from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
 from trinity_sync.saves.save_request import QUEUES
 from trinity_sync.settings import MaintenanceSettings, Settings, StackSettings
@@ -84,7 +80,7 @@ def open_client(api_url: str | None = None) -> Iterator[SyncPrefectClient]:
 
 
 def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
-    """Register the work pool, its queues, the deployments of prefect.yaml and the automations.
+    """Register the work pool, its queues, the deployments of prefect.yaml and the automation.
 
     Return the deployments, as ``flow/deployment``. The default server is as of `open_client`.
 
@@ -99,7 +95,6 @@ def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
         ids = dict(_apply_deployment(client, entry, stack) for entry in read_deployments())
         silent_s = stack.worker.heartbeat_timeout.total_seconds()
         register_heartbeat_monitoring(client, [*ids.values()], silent_s=silent_s)
-        create_alerts(client)
         return list(ids)
 
 
@@ -219,10 +214,6 @@ def find_time_zone(maintenance: MaintenanceSettings) -> str:
 HEARTBEAT_AUTOMATION = "trinity-sync: crash runs without heartbeats"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
-SAVE_FAILED_AUTOMATION = "trinity-sync: a save failed"
-NO_COMMIT_AUTOMATION = "trinity-sync: the stack has committed nothing of a job for 30 minutes"
-CORRUPTED_AUTOMATION = "trinity-sync: a step is corrupted"
-NO_COMMIT_WITHIN = timedelta(minutes=30)
 
 
 def register_heartbeat_monitoring(
@@ -268,27 +259,3 @@ def register_heartbeat_monitoring(
     client.update_automation(found[0].id, wanted)
     for duplicate in found[1:]:  # created by two concurrent deploys
         client.delete_automation(duplicate.id)
-
-
-def create_alerts(client: SyncPrefectClient) -> None:
-    """Create the automations that watch steps, paused; existing ones stay as users changed them."""
-    committed, reactive = {f"{PREFIX}committed"}, {"posture": Posture.Reactive}
-    silent = {"posture": Posture.Proactive, "after": committed, "within": NO_COMMIT_WITHIN}
-    alerts: dict[str, dict[str, Any]] = {
-        SAVE_FAILED_AUTOMATION: {"expect": {f"{PREFIX}failed", f"{PREFIX}evicted"}, **reactive},
-        NO_COMMIT_AUTOMATION: {"expect": committed, **silent},
-        CORRUPTED_AUTOMATION: {"expect": {f"{PREFIX}corrupted"}, **reactive},
-    }
-    for name, events in alerts.items():
-        if not client.read_automations_by_name(name):
-            jobs: dict[str, Any] = {"prefect.resource.id": f"{JOB_RESOURCE}*"}
-            trigger = EventTrigger(match=jobs, for_each={"prefect.resource.id"}, **events)
-            alert = AutomationCore(
-                name=name,
-                description="Paused: add an action, such as a notification, and switch it on. "
-                "Created by trinity-sync deploy.",
-                enabled=False,
-                trigger=trigger,
-                actions=[DoNothing()],
-            )
-            client.create_automation(alert)
