@@ -4,13 +4,13 @@ A commit relies on a few operations of the file system. Its type, version and mo
 little about them, so each operation is tried in the root, which takes some milliseconds (two disk
 syncs) and leaves nothing behind. Only mounts of object stores are recognized by their type: their
 renames look atomic, and are copies. A root without a required capability is refused before the
-training begins; an optional one makes a commit faster.
+training begins. What only makes a save faster (hard links, an exchange of folders, direct I/O,
+leases) is tried where it is used, and done another way if it fails.
 
 Whether locks and files reach other nodes cannot be probed on one node: see `client.init_root`.
 """
 
 import errno
-import mmap
 import os
 import shutil
 import uuid
@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import RootError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, exchange_names, open_fd, sync_folder
-from trinity_sync.fs.direct_io import ALIGNMENT
-from trinity_sync.fs.locks import acquire_file_lock, has_no_other_users, try_acquire_file_lock
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, open_fd, sync_folder
+from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import Mount, find_mount
 
 PROBES = ("probe", "meeting", "doctor")
@@ -33,11 +32,9 @@ _LEFTOVER_S = 3600.0
 
 @dataclass(frozen=True)
 class Capability:
-    """An operation, and whether the file system supports it."""
+    """An operation that a commit needs, and whether the file system supports it."""
 
     name: str
-    required: bool
-    """Whether a commit needs it."""
     reason: str
     """Reason why it is not supported; empty if it is."""
     consequence: str
@@ -52,10 +49,6 @@ class Capabilities:
     mount: Mount
     each: tuple[Capability, ...]
 
-    def has(self, name: str) -> bool:
-        """Return whether the file system supports an operation, given its name."""
-        return any(each.name == name and not each.reason for each in self.each)
-
 
 def require_capabilities(root: Path) -> Capabilities:
     """Probe a root, and require what a commit needs.
@@ -64,7 +57,7 @@ def require_capabilities(root: Path) -> Capabilities:
         RootError: the root cannot be written, or lacks a required capability.
     """
     found = probe_capabilities(root)
-    if lacking := [each for each in found.each if each.required and each.reason]:
+    if lacking := [each for each in found.each if each.reason]:
         raise RootError(
             f"{root} cannot be the root of a job. Its file system ({found.mount}) has no "
             + "; no ".join(f"{a.name} ({a.reason}), so {a.consequence}" for a in lacking)
@@ -89,8 +82,8 @@ def probe_capabilities(root: Path) -> Capabilities:
                 raise OSError(errno.EPERM, f"another user has replaced {folder}")
             _remove_leftovers(root, now=found.st_mtime)
             each = tuple(
-                Capability(name, required, _find_failure(attempt, own), without)
-                for name, required, attempt, without in _ATTEMPTS
+                Capability(name, _find_failure(attempt, own), without)
+                for name, attempt, without in _ATTEMPTS
             )
     except OSError as error:
         action = "Change its owner or mode, mount it for writing"
@@ -171,52 +164,12 @@ def _try_locks(folder: Path) -> None:
                 raise _Unsupported("a lock was acquired twice")
 
 
-def _try_exchange(folder: Path) -> None:
-    for name in ("one", "other"):
-        (folder / name).mkdir()
-        (folder / name / name).touch()
-    if not exchange_names(folder / "one", folder / "other"):
-        raise _Unsupported("not supported")
-    if not (folder / "one/other").exists():
-        raise _Unsupported("the exchange had no effect")
-
-
-def _try_link(folder: Path) -> None:
-    (folder / "one").touch()
-    os.link(folder / "one", folder / "other")
-
-
-def _try_direct_io(folder: Path) -> None:
-    with open_fd(folder / "file", os.O_WRONLY | os.O_CREAT | os.O_DIRECT) as fd:
-        os.pwrite(fd, mmap.mmap(-1, ALIGNMENT), 0)  # aligned to a page
-
-
-def _try_lease(folder: Path) -> None:
-    (folder / "file").touch()
-    if not has_no_other_users(folder / "file"):
-        raise _Unsupported("the kernel grants no lease")
-
-
-_ATTEMPTS: tuple[tuple[str, bool, Callable[[Path], None], str], ...] = (
-    ("exclusive create", True, _try_exclusive_create, "two runs could get the same number"),
-    ("sync to disk", True, _try_sync, "a committed step could be gone after a power cut"),
-    ("atomic rename of a file", True, _try_replace, "a manifest or a pointer could be seen torn"),
-    ("atomic rename of a folder", True, _try_move, "a step could be seen half removed"),
-    ("locks between processes", True, _try_locks, "two commits or removals could cross"),
-    (
-        "hard links",
-        False,
-        _try_link,
-        "files are copied where a later run commits a step again",
-    ),
-    (
-        "exchange of folders",
-        False,
-        _try_exchange,
-        "there is a moment without a step that a later run commits again",
-    ),
-    ("direct I/O", False, _try_direct_io, "files go through the page cache"),
-    ("leases", False, _try_lease, "files of removed steps are not written over (recycled)"),
+_ATTEMPTS: tuple[tuple[str, Callable[[Path], None], str], ...] = (
+    ("exclusive create", _try_exclusive_create, "two runs could get the same number"),
+    ("sync to disk", _try_sync, "a committed step could be gone after a power cut"),
+    ("atomic rename of a file", _try_replace, "a manifest or a pointer could be seen torn"),
+    ("atomic rename of a folder", _try_move, "a step could be seen half removed"),
+    ("locks between processes", _try_locks, "two commits or removals could cross"),
 )
 
 

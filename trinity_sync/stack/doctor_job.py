@@ -112,10 +112,11 @@ def _check_capabilities(found: Capabilities) -> Iterator[Check]:
         "mount it without that option before using several nodes" if wrong else "",
     )
     for each in found.each:
-        state: Literal["ok", "fail"] = "fail" if each.reason and each.required else "ok"
-        answer = f"no ({each.reason}): {each.consequence}" if each.reason else "yes"
-        todo = "use another file system for the root, see docs/concepts/file-systems.md"
-        yield Check(each.name, state, answer, todo if state == "fail" else "")
+        if each.reason:
+            todo = "use another file system for the root, see docs/concepts/file-systems.md"
+            yield Check(each.name, "fail", f"no ({each.reason}): {each.consequence}", todo)
+        else:
+            yield Check(each.name, "ok", "yes")
 
 
 def _check_required_remote(root: Path) -> Iterator[Check]:

@@ -166,12 +166,10 @@ def test_images_of_a_job_whose_root_is_gone_are_named(committed: Job) -> None:
 
 
 def test_what_the_file_system_of_a_root_lacks_is_named(tmp_path: Path) -> None:
-    with restricted(tmp_path, "flock", "link") as root:
+    with restricted(tmp_path, "flock") as root:
         found = {check.name: check for check in check_root(root, Settings())}
     assert found["locks between processes"].state == "fail"
     assert "docs/concepts/file-systems.md" in found["locks between processes"].todo
-    assert found["hard links"].state == "ok"
-    assert "files are copied" in found["hard links"].found
     assert "which other nodes may see" in found["file system"].found
 
 
