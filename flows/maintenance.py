@@ -142,7 +142,6 @@ async def verify(
     step: int | None = None,
     newest: int = 1,
     sample_percent: float = 0.0,
-    seed: int | None = None,
 ) -> None:
     """Read files of committed steps and compare their digests with the manifests.
 
@@ -153,13 +152,11 @@ async def verify(
         newest: Number of newest steps to read, per job.
         sample_percent: Approximate percentage of the bytes of all steps that are read as well.
             Consecutive days read different files.
-        seed: Which sample to read; empty for the number of the day.
 
     Raises:
         CommitError: A step is corrupted, as any with a torn manifest.
     """
-    arguments = root, step, newest, sample_percent, seed
-    verified = await run_here(root, on_node.verify, *arguments)
+    verified = await run_here(root, on_node.verify, root, step, newest, sample_percent)
     corrupted = [each for each in verified if each.state == "corrupted"]
     for each in corrupted:
         job = await run_in_thread(job_id, each.root)

@@ -28,7 +28,7 @@ from trinity_sync.stack.embedded import StackStatus
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.pins import Pin
 from trinity_sync.storage.quarantine import RewindResult
-from trinity_sync.storage.verify import MeasuredFile, VerifiedStep
+from trinity_sync.storage.verify import VerifiedStep
 from trinity_sync.weights.state_files import SyncReport
 
 MEANINGS = {
@@ -82,7 +82,6 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "report": ("report", JobReport),
     "rewind": ("rewind", RewindResult),
     "verify": ("steps", list[VerifiedStep]),
-    "verify --health": ("files", list[MeasuredFile]),
     "reconcile": ("findings", list[Finding]),
     "remote push": ("push", Replicated),
     "remote pull": ("step", StepRow),

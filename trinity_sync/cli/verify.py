@@ -29,9 +29,9 @@ DAY_S = 86_400
 
 @app.command(
     "verify ckpts", "verify ckpts 40", "verify ckpts --sample 2%",
-    "verify ckpts 40 --health", "verify s3://bucket/job latest", panel="Look after steps",
-    note="Exit code 3 if a step is corrupted, or with --health has values that are not finite. "
-        "Steps in a remote are read and reported, but not marked.",
+    "verify s3://bucket/job latest", panel="Look after steps",
+    note="Exit code 3 if a step is corrupted. Steps in a remote are read and reported, but not "
+        "marked.",
 )  # fmt: skip
 def verify(
     root: RootOrUrl,
@@ -51,35 +51,25 @@ def verify(
             help="Read a sample of all steps instead, e.g. 2% or 50GB; other files each day.",
         ),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the sample (default: today's date).")
-    ] = None,
-    health: Annotated[
-        bool, typer.Option("--health", help="Look at the values of STEP for NaN and infinite ones.")
-    ] = False,
     output: Output = "table",
 ) -> None:
     """Read files again and compare their digests; mark corrupted steps, which are not loaded."""
     given = [step, limit, sample]
     if sum(each is not None for each in given) > 1:
         raise ConfigError("pass one of STEP, --limit and --sample")
-    if health:
-        if "://" in root or limit or sample or seed is not None:
-            raise ConfigError("--health looks at one step of a root; pass STEP or nothing")
-        _verify_values(Path(root), step or "latest", output)
     if "://" in root:
-        if sample or seed is not None:
-            raise ConfigError("--sample and --seed need a root, not a URL; pass STEP or --limit")
+        if sample:
+            raise ConfigError("--sample needs a root, not a URL; pass STEP or --limit")
         rows = _verify_remote(root, step, limit or 1)
     else:
-        rows = _verify_files(Path(root), step, limit, sample, seed)
+        rows = _verify_files(Path(root), step, limit, sample)
     columns = "step files bytes seconds status reason"
     print_rows("steps", rows, output, columns, empty=f"nothing is committed in {root}")
     raise typer.Exit(PROBLEM_FOUND if any(row.state == "corrupted" for row in rows) else DONE)
 
 
 def _verify_files(
-    root: Path, step: str | None, limit: int | None, sample: str | None, seed: int | None
+    root: Path, step: str | None, limit: int | None, sample: str | None
 ) -> "list[VerifiedStep]":
     from trinity_sync.storage.verify import check_files, choose_files, judge_manifests, judge_steps
 
@@ -92,7 +82,7 @@ def _verify_files(
         step=number,
         newest=limit or (1 if step is None and not sample else 0),
         sample=_parse_sample(sample) if sample else 0,
-        seed=int(time.time()) // DAY_S if seed is None else seed,
+        seed=int(time.time()) // DAY_S,
     )
     with progress_bar("reading") as on_progress:
         checked = check_files(files, on_progress=on_progress)
@@ -110,17 +100,6 @@ def _parse_sample(text: str) -> int | float:
     if not 0 < share <= 1:
         raise ConfigError(f"--sample {text} is no percentage; pass one such as 2%, or a size")
     return share
-
-
-def _verify_values(root: Path, step: str, output: Output) -> None:
-    from trinity_sync.storage.verify import measure_files
-
-    number = resolve_step_argument(root, step)
-    with progress_bar("reading") as on_progress:
-        rows = list(measure_files(root, number, on_progress))
-    columns = "path tensors norm largest nonfinite status names"
-    print_rows("files", rows, output, columns, empty=f"step {number} has no file to look into")
-    raise typer.Exit(PROBLEM_FOUND if any(row.state != "finite" for row in rows) else DONE)
 
 
 def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep]":

@@ -103,13 +103,13 @@ VERIFIERS = 4
 
 
 def verify(
-    root: str | None, step: int | None, newest: int, sample_percent: float, seed: int | None
+    root: str | None, step: int | None, newest: int, sample_percent: float
 ) -> list[VerifiedStep]:
     """Read files of one job, or for None of all known jobs, and mark corrupted steps.
 
     These are all files of ``step`` and of the ``newest`` steps of each job, and a sample of about
-    ``sample_percent`` of the bytes of all steps. ``seed`` selects the sample; None is the number of
-    the day. Steps whose manifest is torn are returned as well.
+    ``sample_percent`` of the bytes of all steps, others each day. Steps whose manifest is torn
+    are returned as well.
     """
     settings, stack = read_settings()
     roots = select_roots(root, settings, stack)
@@ -121,7 +121,7 @@ def verify(
             step=step,
             newest=newest,
             sample=sample_percent / 100,
-            seed=date.today().toordinal() if seed is None else seed,
+            seed=date.today().toordinal(),
         )
     ]
     check = partial(check_files, nice=stack.worker.nice)

@@ -10,7 +10,6 @@ import errno
 import hashlib
 import logging
 import math
-import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestError
-from trinity_sync.fs.atomic import UNWRITABLE, open_no_follow
+from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, step_folder, steps_on_disk
@@ -34,7 +33,6 @@ from trinity_sync.storage.discovery import (
     read_corruption,
     remove_mark,
 )
-from trinity_sync.storage.health import FileHealth, is_looked_into
 from trinity_sync.storage.latest_pointer import repair_latest_pointer
 from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
@@ -197,50 +195,6 @@ def judge_steps(checked: Sequence[CheckedFile]) -> list[VerifiedStep]:
     for each in (*checked, *_list_other_names(checked)):
         steps.setdefault((each.file.root, each.file.step), []).append(each)
     return [_judge_step(root, step, steps[root, step]) for root, step in sorted(steps)]
-
-
-@dataclass(frozen=True)
-class MeasuredFile(FileHealth):
-    """The values of a file, read again."""
-
-    path: str
-    """Path below the step's folder."""
-    state: str
-    """``finite``, ``nonfinite``, or ``differs`` if the manifest says something else."""
-
-
-def measure_files(
-    root: Path, step: int, on_progress: OnProgress = no_progress
-) -> Iterator[MeasuredFile]:
-    """Yield the values of each file of weights and optimizers of a committed step, as read again.
-
-    Raises:
-        CommitError: the step is not committed or corrupted, or a file cannot be read.
-    """
-    from trinity_sync.tensors.health import ValueScan  # imports NumPy
-
-    with lease_to_read(root, step, "verify") as manifest:
-        files = [each for each in manifest.files if is_looked_into(each.component, each.path)]
-        total = sum(each.nbytes for each in files)
-        for record in files:
-            path = step_folder(root, step) / record.path
-            try:
-                with open_no_follow(path) as file:
-                    image = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                scan = ValueScan(image, of_items=record.is_distcp)
-            except Exception as error:
-                raise CommitError(
-                    f"cannot look at the values of {path}: {error!r}. Compare its digest: "
-                    f"trinity-sync verify {root} {step}"
-                ) from error
-            for part in scan.walk(image):
-                on_progress(len(part), total)
-            found = FileHealth(*scan.sum_up())
-            known = record.health or found
-            # norms of two processors agree to some digits only
-            differs = (known.nonfinite, known.largest) != (found.nonfinite, found.largest)
-            state = "differs" if differs else "nonfinite" if found.nonfinite else "finite"
-            yield MeasuredFile(**vars(found), path=record.path, state=state)
 
 
 def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedStep:

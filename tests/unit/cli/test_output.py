@@ -144,7 +144,6 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "jobs set": ["jobs", "set", root, "keep=last=3"],
         "jobs ls": ["jobs", "ls"],
         "verify": ["verify", root, 20],
-        "verify --health": ["verify", root, "--health"],
         "reconcile": ["reconcile", root],
         "remote push": ["remote", "push", root, "best", url],
         "remote pull": ["remote", "pull", tmp_path / "back", "latest", url],

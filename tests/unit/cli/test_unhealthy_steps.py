@@ -1,7 +1,6 @@
-"""Where a user sees that a step is unhealthy: ls, show, verify, the report, the page of its run."""
+"""Where a user sees that a step is unhealthy: ls, show, the report, the page of its run."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from flows.save import FlowDriver
 from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.report import render_report
-from trinity_sync.layout import step_folder
 from trinity_sync.orchestration import step_events
 from trinity_sync.orchestration.metrics import WorkerMetrics
 from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.settings import Settings
-from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.save import Persisted
 
 BAD = "2 non-finite values in actor/model of rank 0 (layer.bias)"
@@ -69,35 +66,6 @@ def test_a_step_is_shown_with_norms_and_with_what_is_wrong(root: Path) -> None:
     assert "has no healthy checkpoint" not in run("show", root, "healthy~1").stdout
     assert run("show", root, "healthy~1").exit_code == 1
     assert "choose another tag" in run("pin", root, 10, "--name", "healthy").stderr
-
-
-def test_a_verification_looks_at_the_values_again(root: Path) -> None:
-    assert run("verify", root, 10, "--health").exit_code == 0
-    done = run("verify", root, "--health", "-o", "json")
-    assert done.exit_code == 3
-    model, optim = json.loads(done.stdout)["files"]
-    assert (model["status"], model["nonfinite"], model["names"]) == ("nonfinite", 2, ["layer.bias"])
-    assert (optim["status"], optim["norm"]) == ("finite", pytest.approx(8**0.5))
-    manifest = read_manifest(root, 10)
-    assert manifest
-    torch.save(states(20)["model"], step_folder(root, 10) / manifest.files[0].path)
-    assert run("verify", root, 10, "--health").exit_code == 1  # another size
-    path = step_folder(root, 20) / manifest.files[0].path
-    path.write_bytes(path.read_bytes().replace(b"PK\x05\x06", b"PK\x05\x07"))
-    assert "Compare its digest: trinity-sync verify" in run("verify", root, 20, "--health").stderr
-    assert run("verify", root, "--health", "--limit", 2).exit_code == 2
-
-
-def test_a_manifest_that_says_something_else_of_the_values_is_noticed(root: Path) -> None:
-    manifest, other = read_manifest(root, 10), read_manifest(root, 20)
-    assert manifest
-    assert other
-    files = tuple(
-        replace(each, health=wrong.health)
-        for each, wrong in zip(manifest.files, other.files, strict=True)
-    )
-    write_manifest(root, replace(manifest, files=files))
-    assert "differs" in run("verify", root, 10, "--health").stdout
 
 
 def test_the_report_has_what_is_wrong_with_the_newest_step(root: Path, tmp_path: Path) -> None:
