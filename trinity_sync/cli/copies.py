@@ -112,6 +112,60 @@ def _find_remote(root: Path) -> str:
     return url
 
 
+@app.command(
+    "merge ckpts last=5 merges", "merge ckpts 100,200,300 merges --weights 1,1,2",
+    "merge ckpts best=3:reward:max merges --ema 0.9", name="merge",
+    panel="Copies and other formats",
+    note="OUT is a root of its own for ls, show, verify and export; nothing resumes from it.",
+)  # fmt: skip
+def merge(
+    root: Root,
+    steps: Annotated[
+        str,
+        typer.Argument(
+            metavar="STEPS",
+            help="Steps with commas between them, and words of a policy: last=5, every=100, "
+            "newer=2d, best=3:reward:max.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Root of merges, new or of earlier merges.")
+    ],
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,...", help="A number for each step (default: all are equal)."),
+    ] = None,
+    ema: Annotated[
+        float | None,
+        typer.Option(metavar="DECAY", help="Decay of a moving average over the steps, below 1."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="Tensors that are not averaged: those of the newest step."
+        ),
+    ] = None,
+    role: Role = "actor",
+    output: Output = "table",
+) -> None:
+    """Average the weights of steps, as a weights-only step of the root OUT."""
+    from trinity_sync.formats.merge import merge_steps
+    from trinity_sync.orchestration.report.steps import read_step
+
+    try:
+        given = [float(each) for each in weights.split(",")] if weights else []
+    except ValueError as error:
+        raise ConfigError(f"--weights {weights}: {error}") from error
+    base, names = require_existing(root), exclude or ()
+    with progress_bar("merging") as told:
+        done = merge_steps(
+            base, steps, out, weights=given, ema=ema, role=role, exclude=names, on_progress=told
+        )
+    text = f"committed step {done.step}, {format_bytes(done.nbytes)}, in {out}, the mean of:"
+    text = "\n  ".join([text, *map(str, done.parents)])
+    print_object("step", read_step(out, done.step), output, text)
+
+
 export = App(no_args_is_help=True, help="Write a step in the format of another library.")
 app.add_typer(export, name="export", rich_help_panel="Copies and other formats")
 

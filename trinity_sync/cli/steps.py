@@ -113,6 +113,8 @@ def _print_details(details: StepDetails) -> None:
         typer.echo(f"weights only: retention has removed {' and '.join(details.removed)}")
     if details.left_out:
         typer.echo(f"its run did not load {', '.join(details.left_out)} of the step it began at")
+    for parent in details.parents:
+        typer.echo(f"merged from {parent}")
     for timing in details.timings:
         typer.echo(f"{timing.kind}: {timing}")
     typer.echo("")

@@ -31,7 +31,7 @@ class StepInfo:
     resume_nbytes: int = 0
     """Bytes that only a resume needs, which can be removed alone: there are weights beside them."""
     is_reduced: bool = False
-    """Whether retention has kept only the weights of what was a checkpoint."""
+    """Whether it has the weights of checkpoints alone: what retention has kept, or a merge."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     held: tuple[str, ...] = ()
     """Reasons to keep it whatever the policies say: pins, tags, leases, pointers."""

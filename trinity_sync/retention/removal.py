@@ -159,7 +159,7 @@ def make_step_info(
         manifest.committed_at,
         manifest.nbytes,
         manifest.nbytes - manifest.keep_weights().nbytes,
-        bool(manifest.removed),
+        manifest.is_reduced,
         metrics or {},
         tuple(held),
         corruption,

@@ -217,13 +217,13 @@ def list_newest_first(
 ) -> list[Manifest]:
     """Return the manifests of `iter_newest_first`, also of corrupted steps: no file is looked at.
 
-    ``reduced`` adds the steps of which retention has kept the weights.
+    ``reduced`` adds the steps of which retention has kept the weights, and merges.
 
     Raises:
         FormatError: another release has committed a step.
     """
     every = (each for each in iter_committed_steps(root) if each.step not in without)
-    found = [each for each in every if each.serves(kind) or (reduced and each.removed)]
+    found = [each for each in every if each.serves(kind) or (reduced and each.is_reduced)]
     superseded = find_superseded_steps(found, list_known_runs(root))
     counting = (each for each in found if each.step not in superseded)
     return sorted(counting, key=lambda each: (each.run, each.step), reverse=True)

@@ -197,6 +197,26 @@ class CallableRecord:
 
 
 @dataclass(frozen=True)
+class Parent:
+    """A committed step from which another step was made."""
+
+    root: str
+    """Real path of its root at that time."""
+    identity: str
+    """Identity of its root."""
+    run: Count
+    step: Count
+    digest: str
+    """`Manifest.weights_digest` of it."""
+    weight: float = 1.0
+    """Its share in a merge; the shares of all parents add up to 1."""
+
+    def __str__(self) -> str:
+        share = "" if self.weight == 1 else f" x {self.weight:.3g}"
+        return f"step {self.step} of run {self.run} in {self.root}{share}"
+
+
+@dataclass(frozen=True)
 class Manifest(Record, format=MANIFEST_FORMAT):
     """The content of a committed step."""
 
@@ -226,6 +246,22 @@ class Manifest(Record, format=MANIFEST_FORMAT):
     """Key of ``run``; empty for a step that was imported."""
     removed: tuple[str, ...] = ()
     """Components that retention has removed from a checkpoint, of which the weights are left."""
+    parents: tuple[Parent, ...] = ()
+    """Steps whose weights were merged into this one; none if a training saved it."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether it has weights of checkpoints that no later sync supersedes, and is none."""
+        return bool(self.removed or self.parents)
+
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 of the names and digests of its weights: exports and retention leave it as it is.
+
+        A manifest with parts has to have the files of all ranks.
+        """
+        weights = [f"{f.path} {f.digest}\n" for f in self.files if f.component in ("model", "dcp")]
+        return hashlib.sha256("".join(sorted(weights)).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:

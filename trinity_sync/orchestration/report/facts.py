@@ -7,7 +7,7 @@ from typing import Literal
 
 from trinity_sync.layout import Kind
 from trinity_sync.storage.health import ComponentHealth
-from trinity_sync.storage.manifest import CallableRecord
+from trinity_sync.storage.manifest import CallableRecord, Parent
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]
@@ -42,6 +42,8 @@ class StepRow:
     """Components that retention has removed from it; none if it is as it was committed."""
     left_out: tuple[str, ...] = ()
     """Components that its run did not load of the step that it resumed from."""
+    parents: tuple[Parent, ...] = ()
+    """Steps whose weights were merged into it, with their shares."""
     checkpoint_run: int = 0
     """Earlier run whose checkpoint the sync of ``run`` has left in place; 0 for none."""
     nbytes: int = 0
@@ -96,6 +98,7 @@ class StepRow:
         reason = re.sub(rf"/\S*/global_step_{self.step}/", "", reason)
         why = "" if self.status in ("valid", "not committed") else reason
         lacks = ["weights only"] * bool(self.removed)
+        lacks += [f"merge of {', '.join(str(p.step) for p in self.parents)}"] * bool(self.parents)
         lacks += [f"model of {role} not exported" for role in self.failed_exports]
         found = latest * bool(self.latest_of), *self.alarms, *lacks, *self.in_use, remote
         return [*filter(None, (*found, why.partition(". Choose another step")[0]))]

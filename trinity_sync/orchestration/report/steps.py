@@ -75,6 +75,7 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         run=manifest.run,
         kinds=manifest.kinds,
         removed=manifest.removed,
+        parents=manifest.parents,
         checkpoint_run=manifest.checkpoint_run,
         nbytes=manifest.nbytes,
         components=components,
