@@ -107,3 +107,4 @@ def _link(file: Path, name: Path) -> None:
     temporary = make_temporary_path(name)
     link_or_copy(file, temporary)
     os.replace(temporary, name)  # noqa: PTH105
+    temporary.unlink(missing_ok=True)  # which stays where both are the same file

@@ -75,6 +75,11 @@ def test_a_folder_has_the_newest_save_that_named_it_and_keeps_it_without_the_ste
     assert load(saves.root.parent / "last") == 3.0
 
 
+def test_a_folder_that_is_saved_again_without_a_change_gets_no_other_files(save: Save) -> None:
+    names = [sorted(each.name for each in save(step, value=7.0).iterdir()) for step in (1, 2)]
+    assert names[0] == names[1]
+
+
 def test_a_commit_that_is_repeated_leaves_a_later_save_and_brings_no_removed_folder_back(
     saves: CheckpointCoordinator, save: Save
 ) -> None:
