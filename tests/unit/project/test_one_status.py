@@ -10,7 +10,7 @@ from trinity_sync.saves.save_status import SaveStatus
 PRODUCT = Path(__file__).parents[3] / "trinity_sync"
 ROWS = {
     *("retention/removal.py", "orchestration/report/facts.py", "catalog.py"),
-    *("cli/report_html.py", "cli/steps.py"),
+    *("cli/report.py", "cli/steps.py"),
 }
 """Their rows have kinds of their own, which were those of valid manifests."""
 RECORDS = {"storage/manifest.py", "storage/job_settings.py"}
