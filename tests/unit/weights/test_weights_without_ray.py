@@ -452,25 +452,6 @@ def test_values_that_the_job_refuses_reach_no_reader(
     saves.wait_all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_uploads_that_change_nothing_are_named_once_for_each_series(
-    coordinator_of: Open, caplog: pytest.LogCaptureFixture, ranks: int
-) -> None:
-    saves = [coordinator_of(rank, ranks, run_key="first") for rank in range(ranks)]
-    for step, value in enumerate([1, 1, 1, 2, 2, 1]):
-        for rank in saves:
-            state = {**weights(value), "last": torch.arange(3.0)}
-            state["last"][2] += step if (rank, step) == (saves[0], 2) and ranks > 1 else 0
-            rank.upload(step, lambda: state)  # noqa: B023
-            rank.wait_all()
-    root, of = saves[0].root, "rank 0" if ranks == 1 else "ranks 0-1"
-    equal = [(1, 0), (4, 3)]
-    assert [each.message for each in caplog.records if "published" in each.message] == [
-        f"step {step} of {root} ({of}) is published, but has the weights of step {before}"
-        for step, before in equal
-    ]
-
-
 def test_an_upload_whose_image_is_gone_is_made_again(coordinator_of: Open, job: Job) -> None:
     saves = coordinator_of(run_key="first")
     published, _ = saves.upload(5, lambda: weights(5))
