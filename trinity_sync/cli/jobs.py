@@ -104,8 +104,9 @@ def _list_jobs_of_node(settings: "Settings") -> list[JobRow]:
     note="They are in the root, where the training, the flows and the commands read them. "
         "Settings: keep, keep_model, keep_weights and keep_quarantine (policies, as in prune), "
         "remote, remote_required, remote_keep, write_concurrency (all, per_rank, per_node or one), "
-        "rank_timeout_s. An empty value restores the default. A root that does not exist is "
-        "created, so a script can set them before the training starts.",
+        "rank_timeout_s, on_nonfinite (warn or refuse), frozen (roles or components). An empty "
+        "value restores the default. A root that does not exist is created, so a script can set "
+        "them before the training starts.",
 )  # fmt: skip
 def set_job(
     root: Root,

@@ -25,7 +25,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -187,8 +187,8 @@ def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
         settings = msgspec.convert(after, describe(JobSettings), strict=False)
     except msgspec.ValidationError as error:
         given = ", ".join(f"{name}={value}" for name, value in changes.items())
-        words = ", ".join(get_args(WriteConcurrency))
-        known = f" (write_concurrency is one of {words})" * ("write_concurrency" in changes)
+        words = {name: get_args(hint) for name, hint in get_type_hints(JobSettings).items()}
+        known = "".join(f" ({n} is one of {', '.join(words[n])})" for n in changes if words[n])
         raise ConfigError(f"{given}: {error}{known}; see trinity-sync jobs set --help") from error
     if settings.remote_required and not settings.remote:
         raise ConfigError("remote_required needs a remote; set remote as well")

@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from trinity_sync.cli.commands import app
+from trinity_sync.storage.job_settings import NAMES
 
 GROUP = typer.main.get_group(app)
 COMMANDS = [
@@ -40,3 +41,8 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_help_of_jobs_set_names_each_setting_of_a_job() -> None:
+    shown = CliRunner().invoke(app, ["jobs", "set", "--help"], env={"COLUMNS": "200"}).stdout
+    assert [name for name in NAMES if name not in shown] == []

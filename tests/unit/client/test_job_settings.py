@@ -76,6 +76,7 @@ def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, spool_fo
         ({"remote": "local://./copies/job"}, r"pass one like local:///copies/job"),
         ({"remote_required": True}, "set remote as well"),
         ({"write_concurrency": "single_thread"}, "single_thread.*one of all, per_node"),
+        ({"on_nonfinite": "fail"}, "fail.*one of warn, refuse"),
         ({"rank_timeout_s": "soon"}, "rank_timeout_s"),
         ({"rank_timeout_s": 0}, "rank_timeout_s"),
     ],
