@@ -76,6 +76,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "jobs reindex": ("jobs", list[ReindexedJob]),
     "jobs forget": ("job", ForgottenJob),
     "prune": ("prune", PruneReport),
+    "rm": ("prune", PruneReport),
     "metrics": ("metrics", list[MetricRow]),
     "pin": ("pin", Pin),
     "unpin": ("pin", Unpinned),

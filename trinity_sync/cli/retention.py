@@ -1,6 +1,7 @@
-"""Commands that keep and remove steps: prune, pin, unpin, metrics, rewind."""
+"""Commands that keep and remove steps: prune, rm, pin, unpin, metrics, rewind."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +21,7 @@ from trinity_sync.cli.app import (
 from trinity_sync.cli.completion import complete_step
 from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table
 from trinity_sync.cli.rows import MetricRow, PrunedStep, PruneReport, Unpinned
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, StepInUseError
 from trinity_sync.layout import parse_number
 from trinity_sync.orchestration.quantities import format_bytes
 
@@ -79,6 +80,53 @@ def prune(
         update_catalog(root, plan.changed)
     report = _describe(plan, dry_run=dry_run)
     print_object("prune", report, output, lambda: _print_pruned(report, str(root)))
+
+
+@app.command(
+    "rm ckpts 40", "rm ckpts 40 60 --yes", panel="Keep and remove steps",
+    note="The newest step, the newest healthy one, and what is pinned, tagged, leased, being saved "
+        "or lacking in the required remote are refused, and then none is removed. Copies in a "
+        "remote stay.",
+)  # fmt: skip
+def rm(
+    root: Root,
+    steps: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="STEP...", autocompletion=complete_step, help="Steps, as in the other commands."
+        ),
+    ],
+    yes: Yes = False,
+    output: Output = "table",
+) -> None:
+    """Remove steps whatever the policies say, unless something else keeps them."""
+    from trinity_sync.retention.policies import ALL
+    from trinity_sync.retention.prune import plan_prune
+    from trinity_sync.retention.prune import prune as prune_root
+    from trinity_sync.retention.removal import Rules
+    from trinity_sync.settings import StackSettings
+
+    named = frozenset(resolve_step_argument(root, step) for step in steps)
+    plan = plan_prune(root, Rules(ALL, ALL, named=named))
+    _refuse(root, named, plan)
+    confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
+    spool, reuse_files = read_settings().spool, StackSettings().io.reuse_files
+    plan = prune_root(root, plan, spool=spool, recycle=reuse_files)
+    update_catalog(root, plan.changed)
+    rows = [row for row in _list_pruned(plan, dry_run=False) if row.step in named]
+    report = PruneReport(False, plan.nbytes, rows, [])
+    print_object("prune", report, output, lambda: _print_pruned(report, str(root)))
+    _refuse(root, named, plan)
+
+
+def _refuse(root: Path, named: Set[int], plan: "RemovalPlan") -> None:
+    """Raise for steps of a plan that were to be removed and are kept, or not committed."""
+    kept = {each.step: why for each, why in (*plan.kept, *plan.spared)}
+    for step in sorted(named - {*plan.changed}):
+        raise StepInUseError(
+            f"step {step} in {root} is not removed: {kept.get(step, 'it is not committed')}. "
+            f"trinity-sync ls {root} lists pins and readers; a later save makes a step removable"
+        )
 
 
 def _count(plan: "RemovalPlan") -> str:

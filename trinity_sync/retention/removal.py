@@ -58,6 +58,8 @@ class Rules:
     models: Policy | None = None
     """Policy for checkpoints of which only the weights stay, unless that for checkpoints keeps
     them; None reduces no step, and keeps those that are."""
+    named: frozenset[int] = frozenset()
+    """Steps that no policy keeps, since a user removes them by their numbers."""
 
     @classmethod
     def of_job(cls, job: JobSettings, **given: str) -> "Rules":
@@ -192,14 +194,15 @@ def plan_removals(steps: Sequence[StepInfo], rules: Rules, now: float | str) -> 
         why[each.step] += each.held
         if each.corruption:
             why[each.step].append(f"corrupted, so no policy applies: {each.corruption}")
+    left_to_policies = [each for each in valid if each.step not in rules.named]
     forgotten = [
         replace(each, committed_at=each.forgotten_at, superseded_by=0)
-        for each in valid
+        for each in left_to_policies
         if each.forgotten_at is not None
     ]
     for step, reason in rules.quarantine.keeps(forgotten, now).items():
         why[step].append(f"{reason} (steps superseded by a run that began at step 0)")
-    ours = [each for each in valid if each.forgotten_at is None]
+    ours = [each for each in left_to_policies if each.forgotten_at is None]
     checkpoints = [each for each in ours if "checkpoint" in each.kinds]
     syncs = [each for each in ours if "checkpoint" not in each.kinds and not each.is_reduced]
     for policy, candidates in ((rules.checkpoints, checkpoints), (rules.syncs, syncs)):

@@ -152,6 +152,7 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "pin": ["pin", root, "latest"],
         "unpin": ["unpin", root, "latest"],
         "prune": ["prune", root, "--keep", "last=1", "--dry-run"],
+        "rm": ["rm", root, 25, "--yes"],
         "rewind": ["rewind", root, 20, "--force", "--yes"],
         "jobs forget": ["jobs", "forget", root, "--yes"],
         "status": ["status"],

@@ -1,6 +1,7 @@
 """Named pins on the command line: given, listed, used in place of numbers, and removed."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from tests.support.steps import commit_files
+from tests.support.leases import acquire_lease
+from tests.support.steps import MODEL, commit_files
 from trinity_sync.cli.commands import app
+from trinity_sync.storage.discovery import Corruption, mark_corrupted
 from trinity_sync.storage.pins import resolve_step, tag
 
 
@@ -60,6 +63,34 @@ def test_a_tag_serves_wherever_a_step_is_asked_for(root: Path, tmp_path: Path) -
     assert "step 20 in" in run(root, "export", "hf", root, "best", "--role", "critic").stderr
     assert run(root, "unpin", root, "best").stdout == "unpinned step 20\n"
     assert json_of(root, "rewind", root, "start", "--yes")["quarantined"] == [30, 20]
+
+
+def test_rm_removes_what_only_policies_keep(root: Path) -> None:
+    commit_files(root, 40)
+    mark_corrupted(root, 30, Corruption({MODEL: "was replaced"}, 1.7e9))
+    commit_files(root, 50, kind="state_dict")
+    commit_files(root, 60, kind="state_dict")
+    with acquire_lease(root, 10, "a reader"):
+        for step, why in (
+            (10, "a reader"),
+            (20, "tagged best"),
+            (30, "corrupted"),
+            (40, "newest checkpoint"),
+            (60, "newest state_dict"),
+            (70, "not committed"),
+        ):
+            refused = run(root, "rm", root, 50, step, "--yes")
+            assert refused.exit_code == 1
+            assert re.search(f"step {step} in .* is not .*{why}", refused.stderr), refused.stderr
+    assert len(json_of(root, "ls", root)) == 6
+    assert run(root, "unpin", root, "start").exit_code == 0
+    assert run(root, "rm", root, 10).exit_code == 2  # there is no terminal to ask on
+    removed = json_of(root, "rm", root, 10, "50", "--yes")
+    assert [(row["step"], row["status"]) for row in removed["steps"]] == [
+        (50, "removed"),
+        (10, "removed"),
+    ]
+    assert [row["step"] for row in json_of(root, "ls", root)] == [60, 40, 30, 20]
 
 
 def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
