@@ -41,7 +41,7 @@ from trinity_sync.storage.job_settings import is_replicated, read_required_remot
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
-from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.storage.runs import find_newest_run, open_run, record_left_out
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -237,6 +237,18 @@ def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused
         third.commit(other, 2)
     there = Remote(first.url).read_step(2)
     assert (there.state, there.manifest) == ("valid", read_manifest(new.root, 2))
+
+
+def test_a_run_whose_record_has_changed_since_its_first_step_is_the_same_training(
+    machine: Make,
+) -> None:
+    here = machine("here")
+    saves = here.train("one", 1)
+    run = find_newest_run(saves.root)
+    assert run
+    record_left_out(saves.root, run, ["actor/optim"])  # as another load of the run does
+    here.commit(saves, 2)
+    assert Remote(here.url).read_step(2).state == "valid"
 
 
 @pytest.mark.parametrize("kind", ["s3", "file"])
