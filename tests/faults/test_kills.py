@@ -5,9 +5,7 @@ import signal
 import textwrap
 from pathlib import Path
 
-import pytest
 import torch
-from prefect.states import Cancelling
 
 from tests.conftest import left_of, processes_of
 from tests.faults.slow_save import (
@@ -19,12 +17,10 @@ from tests.faults.slow_save import (
     key,
     kill_server,
     kill_worker,
-    ray_processes,
 )
 from tests.integration.prefect_api import Api
 from tests.support.forked import Program
-from tests.support.waiting import until
-from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
@@ -46,27 +42,6 @@ def test_a_save_of_a_trainer_that_is_killed_right_after_submitting_commits(
     environment = {**os.environ, "TRINITY_SYNC_SPOOL": str(stack_settings.spool)}
     Program(script, root, env=environment).end(-signal.SIGKILL)
     assert_committed(root, 2)
-
-
-def test_a_ray_worker_killed_in_mid_write(
-    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
-) -> None:
-    begin_slow_save(saves, root, 2)
-    (writer,) = ray_processes(stack_settings, "ray::persist-model")
-    writer.kill()
-    with pytest.raises(SaveFailedError, match="step 2"):
-        saves.wait_all(120)
-    assert_only_step_1_counts(root)
-    run = api.ended(api.run_of(key(saves, 2)).id)
-    assert run.state.name in ("Failed", "Crashed")
-    until(
-        lambda: "Failed" in [task.state.name for task in api.tasks_of(run)],
-        "the task run to be shown as failed",
-    )
-    api.ended_tasks(run)
-    api.press_retry(run)
-    assert_committed(root, 2)
-    assert_saves_on(saves)
 
 
 def test_the_flows_process_killed_in_mid_write(
@@ -106,25 +81,3 @@ def test_the_prefect_server_killed_in_mid_write_and_all_started_again_at_its_add
     assert not Path(before.ray_folder).exists()
     assert_committed(root, 3)
     require_committed(root, 1)
-
-
-def test_a_run_is_cancelled_and_shown_as_cancelled(
-    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
-) -> None:
-    begin_slow_save(saves, root, 2)
-    (writer,) = ray_processes(stack_settings, "ray::persist-model")
-    writer.suspend()  # on a busy machine it would have written all before the worker is told
-    try:
-        run = api.run_of(key(saves, 2))
-        api.set_states(run.id, Cancelling(), force=False)
-        with pytest.raises(SaveFailedError, match="step 2"):
-            saves.wait_all(60)
-    finally:
-        writer.resume()
-    until(lambda: api.ended(run.id).state.name == "Cancelled", "the cancelled run")
-    assert_only_step_1_counts(root)
-    until(
-        lambda: [image.failed for image in saves.spool.tickets()[0]] == [True],
-        "the mark of its image, once its writer goes on: it may be evicted at once",
-    )
-    assert_saves_on(saves)

@@ -9,14 +9,13 @@ import torch
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Cancelling
 
-from tests.faults.slow_save import SIZE, kill_worker
+from tests.faults.slow_save import find_part
 from tests.integration.prefect_api import Api, key_of
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings, set_job_settings
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.orchestration.step_events import JOB_RESOURCE
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
 
@@ -35,21 +34,9 @@ def ranks(stack: StackState, stack_settings: Settings, root: Path) -> Iterator[R
         rank.close()
 
 
-@pytest.fixture
-def no_worker(stack: StackState, stack_settings: Settings) -> Iterator[None]:
-    kill_worker(stack_settings)
-    yield
-    embedded.up(stack_settings)
-
-
-def save(*ranks: CheckpointCoordinator, size: int = 3) -> None:
+def save(*ranks: CheckpointCoordinator) -> None:
     for rank in ranks:
-        rank.save(2, {"model": {"w": torch.full((size,), 2.0)}})
-
-
-def await_bytes(root: Path) -> None:
-    until(lambda: list((root / "global_step_2").rglob(".*.tmp")), "the first bytes on disk")
-    assert read_manifest(root, 2) is None
+        rank.save(2, {"model": {"w": torch.full((3,), 2.0)}})
 
 
 def set_state(api: Api, root: Path, state: State) -> None:
@@ -106,28 +93,27 @@ def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, 
     set_state(api, root, Cancelling())
     save(ranks[1])
     assert_all_say(ranks, "Cancelled: Cancelled while running")
+    until(lambda: api.ended(run.id).state.name == "Cancelled", "the cancelled run")
+    assert read_manifest(root, 2) is None
+    images = ranks[0].spool.tickets
+    until(lambda: all(each.failed for each in images()[0]), "their marks: they may be evicted")
+    for rank in ranks:
+        rank.save(3, {"model": {"w": torch.ones(3)}})
+    for rank in ranks:
+        rank.wait_all(150)
 
 
 def test_a_save_that_is_cancelled_before_it_is_begun(
-    ranks: Ranks, root: Path, api: Api, no_worker: None, stack_settings: Settings
+    ranks: Ranks, root: Path, api: Api, stack_settings: Settings
 ) -> None:
-    save(*ranks)
-    set_state(api, root, Cancelled(message="not needed"))
-    embedded.up(stack_settings)
+    worker = find_part(stack_settings, "worker")
+    worker.suspend()
+    try:
+        save(*ranks)
+        set_state(api, root, Cancelled(message="not needed"))
+    finally:
+        worker.resume()
     assert_all_say(ranks, "Cancelled: not needed")
     images = ranks[0].spool.tickets()[0]
     said = {failure_path(image.slot).read_text() for image in images}
     assert said == {"Cancelled: not needed"}  # which a rank may read before the journal
-
-
-def test_a_save_that_fails_once_its_worker_is_back(
-    ranks: Ranks, root: Path, stack_settings: Settings
-) -> None:
-    save(*ranks, size=SIZE)
-    await_bytes(root)
-    kill_worker(stack_settings)
-    step = root / "global_step_2"
-    step.rename(root / "aside")
-    step.write_text("so that nothing can be written")
-    embedded.up(stack_settings)
-    assert_all_say(ranks, "cannot write model of step 2")
