@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_tutorials import make_tools
+from tests.support.environments import make_environment
 from tests.support.job import Job
 from tests.support.savers import end_savers
 from trinity_sync.layout import Kind, step_folder
@@ -69,3 +70,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "pip", *map(str, command)], check=True, capture_output=True
     )
     return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of a trainer's environment, which has what the client needs and nothing else."""
+    return make_environment(tmp_path_factory.mktemp("client") / "venv", wheel)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from tests.support.forked import run_command
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import Settings
-from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 
@@ -181,24 +179,3 @@ def test_a_training_dies_of_a_broken_pipe_as_from_the_shell(
     assert done.returncode == 0, done.stderr
     ignored = int(done.stdout.split()[1], 16)
     assert not ignored & (1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1))
-
-
-def test_a_worker_in_the_foreground_ends_with_ctrl_c(stack: StackState, tmp_path: Path) -> None:
-    settings, pool = Settings(home=tmp_path), StackSettings(worker={"pool": "foreground"})
-    own = {
-        "TRINITY_SYNC_HOME": str(tmp_path),
-        "TRINITY_SYNC_STACK__WORKER__POOL": "foreground",
-        "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address,
-        **(stack.ray_auth or {}),
-    }
-    with (tmp_path / "worker.log").open("w") as log:
-        worker = subprocess.Popen([*COMMAND, "worker"], env={**os.environ, **own}, stderr=log)
-    until(
-        lambda: embedded.status(settings, pool).workers_online or worker.poll() is not None,
-        "the worker to be online",
-    )
-    assert worker.poll() is None, (tmp_path / "worker.log").read_text()
-    family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
-    worker.send_signal(signal.SIGINT)
-    worker.wait(30)
-    assert not left_of(family)

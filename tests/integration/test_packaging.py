@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.environments import make_environment
+from tests.conftest import left_of
 from tests.support.waiting import until
 from trinity_sync import Settings
 from trinity_sync.settings import StackSettings
@@ -40,12 +41,6 @@ def install(wheel: Path, folder: Path) -> Path:
     command = ["--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel]
     subprocess.run([*PIP, *map(str, command)], check=True, capture_output=True)
     return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def without_stack(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of an environment that has none of the stack's packages."""
-    return make_environment(tmp_path_factory.mktemp("client") / "venv", wheel)
 
 
 @pytest.fixture(scope="module")
@@ -102,42 +97,42 @@ def test_the_wheel_puts_nothing_but_trinity_sync_where_it_is_installed(wheel: Pa
 
 
 def test_the_command_of_a_trainers_environment_starts_that_of_the_stack(
-    project: Path, installed: Path, without_stack: Path
+    project: Path, installed: Path, client: Path
 ) -> None:
-    path = os.pathsep.join([str(without_stack), str(installed), "/usr/bin", "/bin"])
-    for command in ("trinity-sync", without_stack / "trinity-sync"):
+    path = os.pathsep.join([str(client), str(installed), "/usr/bin", "/bin"])
+    for command in ("trinity-sync", client / "trinity-sync"):
         assert "trinity-sync ls ckpts" in run(project, "env", command, "--help", PATH=path)
 
 
 @pytest.mark.parametrize("order", ["client client", "client other client", "client shim client"])
 def test_clients_alone_ask_each_other_once_and_the_first_one_runs_the_command(
-    project: Path, wheel: Path, without_stack: Path, order: str
+    project: Path, wheel: Path, client: Path, order: str
 ) -> None:
     if "other" in order:
         install(wheel, project / "other")
     shims = project / "shims"  # as pyenv has them: each start puts its own environment first again
     shims.mkdir()
     (shims / "trinity-sync").write_text(
-        f'#!/bin/sh\nPATH="{without_stack}:$PATH" exec {without_stack}/trinity-sync "$@"\n'
+        f'#!/bin/sh\nPATH="{client}:$PATH" exec {client}/trinity-sync "$@"\n'
     )
     (shims / "trinity-sync").chmod(0o755)
-    folders = {"client": str(without_stack), "other": "other/bin", "shim": str(shims)}
+    folders = {"client": str(client), "other": "other/bin", "shim": str(shims)}
     path = [*(folders[name] for name in order.split()), "/usr/bin", "/bin"]
     said = run(project, "env", "trinity-sync", "--version", PATH=os.pathsep.join(path))
-    assert f"{without_stack / 'python'}\n" in said
+    assert f"{client / 'python'}\n" in said
 
 
 def test_the_command_of_the_stack_is_found_before_and_behind_what_cannot_be_run(
-    project: Path, installed: Path, without_stack: Path
+    project: Path, installed: Path, client: Path
 ) -> None:
     (project / "trinity-sync").mkdir()  # a checkout, say, where PATH has the current folder
     broken = project / "broken/trinity-sync"
     broken.parent.mkdir()
     broken.write_text("#!/no/such/python\n")
     broken.chmod(0o755)
-    for folders in (["", broken.parent, without_stack, installed], [installed, without_stack]):
+    for folders in (["", broken.parent, client, installed], [installed, client]):
         path = os.pathsep.join([*map(str, folders), "/usr/bin", "/bin"])
-        said = run(project, without_stack / "trinity-sync", "--help", PATH=path)
+        said = run(project, client / "trinity-sync", "--help", PATH=path)
         assert "trinity-sync ls ckpts" in said
 
 
@@ -172,13 +167,6 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
     home = str(project / "home")
     own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address}
     assert run(project, installed / "python", script, **own) == f"{stack.api_url} False False"
-
-
-def test_deploying_takes_the_installed_flows(
-    project: Path, installed: Path, stack: StackState
-) -> None:
-    said = run(project, installed / "trinity-sync", "deploy")
-    assert "save-step/save-step\ttrinity-sync" in said.splitlines()
 
 
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
@@ -272,8 +260,8 @@ def test_a_worker_takes_the_installed_flows_here_and_on_ray(
 def await_online(
     settings: Settings, installed: Path, project: Path, own: dict[str, str], log: Path
 ) -> None:
-    """Start a worker of the installed stack, and stop it once the server knows it."""
-    command = [installed / "python", "-m", "trinity_sync.orchestration.worker_main"]
+    """Start a worker of the installed stack, and end it by Ctrl-C once the server knows it."""
+    command = [installed / "trinity-sync", "worker"]
     with log.open("w") as output:
         worker = subprocess.Popen(
             command, cwd=project, env=environment(project, **own), stdout=output, stderr=output
@@ -285,6 +273,8 @@ def await_online(
             "the worker to be online",
         )
         assert worker.poll() is None, log.read_text()
+        family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
     finally:
-        worker.send_signal(signal.SIGTERM)
+        worker.send_signal(signal.SIGINT)
         worker.wait(30)
+    assert not left_of(family)
