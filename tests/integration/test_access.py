@@ -69,6 +69,7 @@ def test_a_stack_whose_ray_ignores_the_token_does_not_run(tmp_path: Path) -> Non
     assert embedded.find(another) is None
 
 
+@pytest.mark.slow
 def test_a_cluster_of_others_without_a_token_is_a_warning_of_doctor(tmp_path: Path) -> None:
     with ray_of_another_environment(tmp_path / "theirs") as address:
         with pytest.raises(StackError, match=f"{address} accepts connections without its token"):

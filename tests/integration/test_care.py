@@ -1,7 +1,6 @@
 """The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
 
 import os
-import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,18 @@ import pytest
 import torch
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import IntervalSchedule
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tests.integration.prefect_api import Api, key_of
+from tests.integration.prefect_api import Api
 from tests.support.waiting import until
-from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.orchestration.deploy import deploy, open_client
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 
 
@@ -87,15 +85,16 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     metadata: Path,
     tmp_path: Path,
 ) -> None:
-    for step in (1, 2):
-        saves.save(step, {"model": model.state_dict()}, metadata=metadata)
+    for step, export in ((1, "hf_model"), (2, "")):
+        saves.save(step, {"model": model.state_dict()}, metadata=metadata, export=export)
         saves.wait_all(90)
     until(lambda: root in list_known_roots(stack_settings), "the node to know of the job")
 
     exported = run(api, "export/export", root=str(root), step=2, to=str(tmp_path / "hf"))
     assert exported.state.is_completed(), exported.state.message
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    for folder in (root / "global_step_1/actor/huggingface", tmp_path / "hf"):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
     shard = root / "global_step_2/actor/model_world_size_1_rank_0.pt"
     with shard.open("r+b") as file:
@@ -112,29 +111,6 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     assert reconciled.state.is_completed(), reconciled.state.message
     assert "names step 1 now" in table(api, reconciled, root)
     assert read_latest_pointer(root, "checkpoint") == 1
-
-
-def test_a_model_is_exported_after_its_commit_or_the_failure_is_seen(
-    saves: CheckpointCoordinator, root: Path, api: Api, model: Any, metadata: Path
-) -> None:
-    saves.save(3, {"model": model.state_dict()}, metadata=metadata, export="hf_model")
-    saves.wait_all(90)
-    exported = load_file(root / "global_step_3/actor/huggingface/model.safetensors")
-    assert torch.equal(exported["lm_head.weight"], model.lm_head.weight)
-
-    shutil.rmtree(in_the_way := root / ".trinity_sync/exports")
-    in_the_way.write_text("")
-    saves.save(4, {"model": model.state_dict()}, metadata=metadata, export="hf_model")
-    with pytest.raises(SaveFailedError, match="was not exported, but is committed"):
-        saves.wait_all(90)
-    require_committed(root, 4)
-    failed = api.ended(api.run_of(key_of(root, 4)).id)
-    assert failed.state.is_failed()
-
-    in_the_way.unlink()
-    api.press_retry(failed)
-    weights = "actor/huggingface/model.safetensors"
-    until(lambda: require_committed(root, 4).find_file(weights), "the retried export")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.test_cli import run
+from tests.support.forked import PRELOADED, Program
+from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.runs import list_runs
 
@@ -62,20 +65,56 @@ def kill_after_saves(process: subprocess.Popen[str], count: int) -> None:
     process.communicate()
 
 
+def fork_ranks(script: str, folder: Path, world_size: int) -> list[Program]:
+    """Start the ranks of an example in a folder, with the variables that torchrun sets."""
+    begin = (
+        f"import os, sys; os.chdir({str(folder)!r}); sys.stdout.reconfigure(line_buffering=True)"
+    )
+    text = f"{begin}\n{(EXAMPLES / script).read_text()}"
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    group |= {"WORLD_SIZE": f"{world_size}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [{"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world_size)]
+    more = ("torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo")
+    return [
+        Program(text, env=os.environ | group | rank, talks=True, preloaded=(*PRELOADED, *more))
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "last"),
+    [
+        ("fsdp2/train.py", 2, 150),
+        pytest.param("ddp/train.py", 2, 200, marks=pytest.mark.slow),
+        pytest.param("pytorch/train.py", 1, 300, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_ranks_of_an_example_resume_and_end_with_all_saves_committed(
+    stack: StackState, tmp_path: Path, script: str, ranks: int, last: int
+) -> None:
+    first = fork_ranks(script, tmp_path, ranks)
+    for _ in range(2):
+        next(line for line in first[0].stdout if SAVED.search(line))
+    for each in first:
+        each.clear()
+    second = fork_ranks(script, tmp_path, ranks)
+    require_resumed(tmp_path, "".join(each.stdout.read() for each in second), last)
+    for each in second:
+        each.end()
+        each.clear()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "script", "last"),
     [
-        pytest.param(RANKS, "fsdp2/train.py", 150, id="fsdp2"),
-        *(
-            pytest.param(command, script, last, id=script.partition("/")[0], marks=pytest.mark.slow)
-            for command, script, last in [
-                (PYTHON, "pytorch/train.py", 300),
-                (RANKS, "ddp/train.py", 200),
-                (PYTHON, "huggingface/train.py", 120),
-                (PYTHON, "lightning/train.py", 200),
-                (["sh"], "verl/run_on_cpu.sh", 20),
-            ]
-        ),
+        pytest.param(command, script, last, id=script.partition("/")[0])
+        for command, script, last in [
+            (RANKS, "fsdp2/train.py", 150),
+            (PYTHON, "huggingface/train.py", 120),
+            (PYTHON, "lightning/train.py", 200),
+            (["sh"], "verl/run_on_cpu.sh", 20),
+        ]
     ],
 )
 def test_a_killed_example_resumes_and_ends_with_all_saves_committed(
@@ -86,16 +125,15 @@ def test_a_killed_example_resumes_and_ends_with_all_saves_committed(
     output, _ = second.communicate(timeout=400)
     assert second.returncode == 0, output
     assert "`weights_only` was not set" not in output  # by Lightning, for each save
-    resumed_from = list_runs(tmp_path / "ckpts")[-1].resumed_from
+    require_resumed(tmp_path, output, last)
+
+
+def require_resumed(folder: Path, output: str, last: int) -> None:
+    """Require that the second start of an example has resumed, and that its last step is valid."""
+    resumed_from = list_runs(folder / "ckpts")[-1].resumed_from
     assert resumed_from
     assert resumed_from < last
     assert re.search(rf"(resumed from .*|global_step_){resumed_from}\b", output), output
-    listed = subprocess.run(
-        [sys.executable, "-m", "trinity_sync.cli", "ls", "ckpts"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
+    listed = run("ls", folder / "ckpts")
     assert listed.returncode == 0, listed.stderr
     assert re.search(rf"\b{last}\b.*\bvalid\b", listed.stdout), listed.stdout

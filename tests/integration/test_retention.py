@@ -3,59 +3,16 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.integration.conftest import CommitStep
-from tests.integration.prefect_api import Api, key_of
+from tests.integration.prefect_api import Api
 from tests.integration.test_cli import run
 from tests.support.leases import acquire_lease
-from tests.support.waiting import until
-from trinity_sync import CheckpointCoordinator, SaveFailedError
 from trinity_sync.layout import name_job, steps_on_disk
 from trinity_sync.orchestration.quantities import make_artifact_key
-from trinity_sync.storage.discovery import find_newest, require_committed
 
 STATE = {"w": torch.arange(5000.0)}
-
-
-def test_a_save_leaves_as_many_checkpoints_as_it_asks_for_and_a_failed_one_removes_nothing(
-    saves: CheckpointCoordinator, api: Api, root: Path
-) -> None:
-    def fails() -> None:
-        raise RuntimeError("no room")
-
-    saves.save(1, {"model": STATE})
-    saves.wait_all(90)
-    saves.save(2, {"model": STATE}, keep=1)
-    saves.wait_all(90)
-    api.ended(api.run_of(key_of(root, 2)).id)
-    assert steps_on_disk(root) == [2]
-    saves.save_async("lora", fails, 3)
-    saves.save(3, {"model": STATE}, keep=1)
-    with pytest.raises(SaveFailedError, match="no room"):
-        saves.wait_all(90)
-    api.ended(api.run_of(key_of(root, 3)).id)
-    assert find_newest(root).step == 2
-    require_committed(root, 2)
-
-
-def test_a_removal_that_fails_is_seen_and_the_save_is_committed(
-    saves: CheckpointCoordinator, api: Api, root: Path
-) -> None:
-    saves.save(1, {"model": STATE})
-    saves.wait_all(90)
-    (root / ".trinity_sync/trash").rmdir()
-    (root / ".trinity_sync/trash").write_text("in the way")
-    saves.save(2, {"model": STATE}, keep=1)
-    saves.wait_all(90)
-    ended = api.ended(api.run_of(key_of(root, 2)).id)
-    assert ended.state.is_completed()
-    until(
-        lambda: any("cannot remove older steps" in each for each in api.logs_of(ended)),
-        "the flow run's log to say so",
-    )
-    assert steps_on_disk(root) == [1, 2]
 
 
 def test_the_flow_shows_its_plan_and_then_carries_it_out(

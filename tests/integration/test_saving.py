@@ -312,13 +312,6 @@ def test_bad_parameters_are_rejected_with_a_sentence(
     assert sentence in said
 
 
-def test_asking_twice_is_one_flow_run(saves: CheckpointCoordinator, api: Api) -> None:
-    saves.save(17, {"model": STATE})
-    asyncio.run(saves.register_and_monitor(17, checkpoint_thread_count=1))
-    saves.wait_all(90)
-    assert api.run_of(key(saves, 17))  # exactly one
-
-
 def test_a_save_that_no_worker_begins_is_committed_by_the_saver_and_its_run_says_so(
     stack: StackState, stack_settings: Settings, api: Api, root: Path
 ) -> None:
