@@ -5,7 +5,6 @@ for a minute, and a server that is away for longer has the same effect.
 """
 
 import copy
-import signal
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -163,18 +162,6 @@ def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
 
     until(lambda: state() == "Completed", "its own end")
     assert api.ended(run.id).run_count == 1
-
-
-def test_a_save_whose_worker_was_stopped_is_begun_again(
-    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, api: Api
-) -> None:
-    begin_slow_save(saves, root, 2)
-    run = api.run_of(key(saves, 2))
-    kill_worker(stack_settings, signal.SIGTERM)
-    assert api.ended(run.id).state.name == "Crashed"  # it could say so itself
-    embedded.up(stack_settings)
-    assert_committed(root, 2)
-    assert_nothing_is_under_way(api, run.id)
 
 
 def test_each_node_repairs_its_own_runs_and_cancels_the_cancelled(

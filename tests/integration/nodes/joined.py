@@ -28,26 +28,17 @@ from ray.scripts.scripts import main
 main()
 """
 """Joins a cluster at 127.0.0.1, which ``ray start`` refuses: such a cluster has one node."""
-MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
 @contextmanager
-def joined(
-    stack: StackState, settings: Settings, name: str, *, own_disk: Path | None = None
-) -> Iterator[tuple[Settings, Daemon]]:
-    """A node that joins the stack's cluster; what processes on it have for settings, and it.
-
-    It has a file system of its own at ``own_disk``.
-    """
+def joined(stack: StackState, settings: Settings, name: str) -> Iterator[tuple[Settings, Daemon]]:
+    """A node that joins the stack's cluster; what processes on it have for settings, and it."""
     spool = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
     there = settings.model_copy(update={"node": name, "spool": spool})
     command = [sys.executable, "-c", JOIN, "start", "--block"]
     command += [f"--address={stack.ray_address}", f"--node-name={name}", "--num-cpus=1"]
     command += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
-    if own_disk:
-        mount = f'mount -t tmpfs none {own_disk} && exec "$@"'
-        command = [*MOUNTS_OF_ITS_OWN, "sh", "-c", mount, "sh", *command]
     env = services.build_environment(there, StackSettings(), stack)
     env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
     log = settings.home / f"logs/{name}-{spool.name}.log"

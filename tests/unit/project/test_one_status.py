@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -16,10 +17,15 @@ ROWS = {
 RECORDS = {"storage/manifest.py", "storage/job_settings.py"}
 
 
+@cache
+def parse_product() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in PRODUCT.rglob("*.py")}
+
+
 def find_compared(attribute: str, name: str = "") -> Iterator[tuple[str, ast.expr]]:
     """Yield what compares or subtracts an attribute's values, or those of a name, by module."""
-    for path in PRODUCT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in parse_product().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Compare | ast.BinOp) and any(
                 (isinstance(each, ast.Attribute) and each.attr == attribute)
                 or (isinstance(each, ast.Name) and each.id == name)

@@ -263,20 +263,6 @@ def test_steps_that_are_removed_by_hand_do_not_make_a_root_an_older_one(
     saves.wait_all(60)
 
 
-def test_a_saver_that_was_killed_is_started_again(
-    coordinator: Make, settings: Settings, job: Job
-) -> None:
-    saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(60)
-    first = suspend_saver(settings.spool)
-    saves.save(2, {"model": {"w": torch.ones(3)}})
-    first.kill()
-    saves.wait_all(60)
-    assert read_latest_pointer(job.root, "checkpoint") == 2
-    assert [each.pid for each in savers_of(settings.spool)] != [first.pid]
-
-
 def test_a_saver_commits_after_the_signals_that_a_scheduler_sends_to_all_processes(
     coordinator: Make, settings: Settings, job: Job
 ) -> None:
@@ -460,17 +446,6 @@ def test_two_savers_of_a_spool_are_one(settings: Settings) -> None:
     await_that(lambda: [each.poll() for each in keeps].count(0) == 1, "the other one has ended")
     os.close(pipe)
     assert [each.wait(60) for each in keeps] == [0, 0]
-
-
-@pytest.mark.parametrize("keep", ["of the save", "of the job"])
-def test_older_steps_are_removed(coordinator: Make, job: Job, keep: str) -> None:
-    saves = coordinator()
-    if keep == "of the job":
-        write_job_settings(job.root, {"keep": "last=2"})
-    for step in range(1, 5):
-        saves.save(step, {"model": {"w": torch.ones(3)}}, keep=2 if keep == "of the save" else 0)
-        saves.wait_all(60)
-    await_that(lambda: len([*job.root.glob("global_step_*/manifest.json")]) == 2, "two steps stay")
 
 
 def list_begun(job: Job) -> list[Path]:

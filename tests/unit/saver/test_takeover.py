@@ -21,7 +21,7 @@ import torch
 from tests.support.answers import server, serving
 from tests.support.driven_saver import Line
 from tests.support.job import Job
-from tests.support.savers import await_that, is_announced, savers_of, train
+from tests.support.savers import await_that, is_announced, savers_of
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client import commit_watcher
 from trinity_sync.client.saver_control import (
@@ -112,7 +112,6 @@ def test_a_stack_that_begins_nothing_delays_no_commit_for_long(
     [
         None,
         {},
-        {"": (401, "{}")},
         {"": (500, "{}")},
         {"/deployments/name": TAKEN[""], "": (422, "{}")},
     ],
@@ -159,16 +158,6 @@ def test_a_save_that_waits_for_a_slot_and_a_start_that_waits_for_a_save_have_the
     again = CheckpointCoordinator(job.root, settings=patient)
     assert again.latest_step() == 2
     again.close(timeout=0)
-
-
-def test_what_was_saved_is_committed_although_trainer_and_stack_are_gone(
-    known: Settings, tmp_path: Path
-) -> None:
-    root = tmp_path / "ckpts"
-    train(root, known, tmp_path)
-    await_that(lambda: read_latest_pointer(root, "checkpoint") == 2, "step 2 is committed")
-    assert is_by_saver(root, 2)
-    await_that(lambda: not savers_of(known.spool), "it ends after its trainers")
 
 
 @pytest.fixture
