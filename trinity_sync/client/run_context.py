@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet, WeakValueDictionary
@@ -40,6 +40,7 @@ from trinity_sync.storage.runs import (
     find_superseding_run,
     hold_run,
     join_run,
+    list_left_out,
     list_runs,
     record_left_out,
     record_resume,
@@ -91,10 +92,10 @@ class RunContext:
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
-    def begin_at(self, step: int, left_out: Collection[str] = ()) -> Run | None:
+    def begin_at(self, step: int, left_out: Mapping[str, Collection[str]] = {}) -> Run | None:
         """Begin the run at a step that was loaded, and return the run.
 
-        ``left_out`` names what was not loaded of it, as in `Run`.
+        ``left_out`` has the components of it that no call has loaded, of each role that was loaded.
 
         A root that cannot be written is only loaded from: it gets no run, and the first save fails.
 
@@ -113,8 +114,9 @@ class RunContext:
                         self._run = run
                 except RootError as error:
                     self._unwritable = error.__cause__
-            if self._run and not {*left_out} <= {*self._run.left_out}:
-                self._run = record_left_out(self._root, self._run, left_out)
+            names = {f"{role}/{name}" for role in left_out for name in left_out[role]}
+            if self._run and names != {*list_left_out(self._run, left_out)}:
+                self._run = record_left_out(self._root, self._run, left_out, names)
             return self._run
 
     def join(self, run: Run | None) -> None:

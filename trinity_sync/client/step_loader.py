@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +54,8 @@ class StepLoader:
     stager: Stager
     is_collective: bool = False
     """Whether all ranks of the default process group find and load steps together."""
+    unread: dict[str, set[str]] = field(default_factory=dict)
+    """Components of the step that no call has loaded, by role."""
 
     def latest_step(self, kind: Kind, settle_s: float, healthy: bool) -> int | None:
         """As `CheckpointCoordinator.latest_step`."""
@@ -119,9 +121,10 @@ class StepLoader:
                 adopt_meshes(others, live)
                 states = filled | others
                 together(lambda: _restore(live, states))
-                left_out = manifest.list_components(role) - states.keys() if only else ()
+                unread = self.unread.setdefault(role, manifest.list_components(role))
+                unread.difference_update(states)
                 # from here on, retention spares the step for this run
-                self.begin_at(step, [f"{role}/{name}" for name in left_out])
+                self.begin_at(step, {role: unread if only else ()})
             yield states
         self.prewarm_as(step, manifest)
 
@@ -142,8 +145,8 @@ class StepLoader:
 
         self._run_together(step, check)
 
-    def begin_at(self, step: int, left_out: Collection[str] = ()) -> None:
-        """Begin the run at a step; rank 0 begins it for all."""
+    def begin_at(self, step: int, left_out: Mapping[str, Collection[str]] = {}) -> None:
+        """Begin the run at a step; rank 0 begins it for all. ``left_out`` is as in `RunContext`."""
         self.run.join(self.run_on_rank_0(step, lambda: self.run.begin_at(step, left_out)))
 
     def prewarm_as(self, step: int, manifest: Manifest | None = None) -> None:

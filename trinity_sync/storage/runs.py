@@ -117,12 +117,20 @@ def record_resume(root: str | Path, run: Run, step: int, resumed_run: int) -> Ru
     return resumed
 
 
-def record_left_out(root: str | Path, run: Run, names: Iterable[str]) -> Run:
-    """Add to what a run has left out of the step that it resumed from."""
-    path = _folder(root) / f"{run.number}.json"
-    told = replace(now := _read(path), left_out=tuple(sorted({*now.left_out, *names})))
+def record_left_out(
+    root: str | Path, run: Run, roles: Collection[str], names: Iterable[str]
+) -> Run:
+    """Record what a run has left out of some roles of the step that it resumed from."""
+    now = _read(path := _folder(root) / f"{run.number}.json")
+    others = {*now.left_out}.difference(list_left_out(now, roles))
+    told = replace(now, left_out=tuple(sorted({*others, *names})))
     replace_file(path, encode_record(told))
     return told
+
+
+def list_left_out(run: Run, roles: Collection[str]) -> list[str]:
+    """Return what the record of a run says that it has left out of some roles."""
+    return [name for name in run.left_out if name.partition("/")[0] in roles]
 
 
 def list_runs(root: str | Path, *, after: int = -1) -> list[Run]:

@@ -246,7 +246,7 @@ def test_a_run_whose_record_has_changed_since_its_first_step_is_the_same_trainin
     saves = here.train("one", 1)
     run = find_newest_run(saves.root)
     assert run
-    record_left_out(saves.root, run, ["actor/optim"])  # as another load of the run does
+    record_left_out(saves.root, run, ["actor"], ["actor/optim"])  # as another load of the run does
     here.commit(saves, 2)
     assert Remote(here.url).read_step(2).state == "valid"
 
