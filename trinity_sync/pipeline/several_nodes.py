@@ -34,6 +34,7 @@ from trinity_sync.saves.pending_save import read_status
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, SUCCESSES
 from trinity_sync.storage.placement import NodeShards
+from trinity_sync.storage.runs import explain_superseded, find_superseding_run, list_runs
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
 from trinity_sync.storage.save_functions import CallableStatus
 
@@ -98,6 +99,7 @@ def await_node_records(
         MissingShardsError: a node has left no record, and none has written anything within
             ``rank_timeout_s``.
         SaveError: a node could not persist its images, or its record was altered.
+        SupersededError: a later run has superseded the step.
     """
     waiting = {number: node for number, node in enumerate(nodes) if number}
     found: list[Persisted] = []
@@ -118,6 +120,7 @@ def await_node_records(
                 found.append(Persisted(record.written, record.statuses))
         if not waiting:
             return found
+        _refuse_superseded(request)
         if quiet.pause():
             lacking = "; ".join(f"node {each.node}, {each}" for each in waiting.values())
             raise MissingShardsError(
@@ -135,6 +138,7 @@ def await_commit(
     Raises:
         SaveFailedError: it has failed.
         SaveError: it has written nothing for twice ``rank_timeout_s``.
+        SupersededError: a later run has superseded the step.
     """
     journal = Journal.of(request)
     quiet = Quiet(request, 2 * rank_timeout_s)
@@ -146,6 +150,7 @@ def await_commit(
             return
         if status in FAILURES:
             raise SaveFailedError(why)
+        _refuse_superseded(request)
         if quiet.pause():
             raise SaveError(
                 f"{request.run_name} of {request.root} is not committed by node {nodes[0].node}, "
@@ -153,6 +158,13 @@ def await_commit(
                 "the node runs and sees this root, and saver.log in its home. Later saves are "
                 "unaffected."
             )
+
+
+def _refuse_superseded(request: SaveRequest) -> None:
+    """Refuse to wait for a save that no node will commit: its images hold slots meanwhile."""
+    root, run, step = request.root, request.run, request.step
+    if later := find_superseding_run(list_runs(root), run, step):
+        raise explain_superseded(root, run, step, later)
 
 
 class Quiet:

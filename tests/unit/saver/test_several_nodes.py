@@ -172,6 +172,27 @@ def test_a_node_that_is_gone_is_named_with_its_ranks_and_fails_the_save_on_the_o
     require_committed(job.root, 1)
 
 
+def test_no_node_waits_for_another_once_a_later_run_has_superseded_the_step(
+    ranks: list[CheckpointCoordinator], nodes: list[Settings], job: Job
+) -> None:
+    save(ranks, 1)
+    wait_all(ranks)
+    ranks[1].save(2, {"model": {"w": torch.ones(3)}})  # the others are killed before
+    ranks[0].save(3, {"model": {"w": torch.ones(3)}})
+    begun = [job.root / "global_step_2/.node1.*.tmp", job.root / "global_step_3/.node0.*.tmp"]
+    await_that(lambda: all([*each.parent.glob(each.name)] for each in begun), "both nodes wait")
+    for saves in ranks:
+        saves.close(0)
+    later = CheckpointCoordinator(job.root, run_key="b", settings=nodes[0])
+    later.resumed_from(1)
+    for saves in ranks[:2]:
+        await_that(
+            lambda saves=saves: all(each.failed for each in saves.spool.tickets()[0]),  # type: ignore[misc]
+            "its image holds no slot",
+        )
+    later.close()
+
+
 def test_a_node_that_cannot_persist_fails_the_save_with_its_reason(
     ranks: list[CheckpointCoordinator], job: Job, nodes: list[Settings]
 ) -> None:
