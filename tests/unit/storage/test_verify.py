@@ -295,4 +295,4 @@ def test_a_step_with_a_torn_manifest_is_corrupted_whichever_steps_are_read(
         assert (done.exit_code, rows[step]["status"]) == (3, "corrupted"), (how, done.output)
         assert "manifest" in rows[step]["reason"]
     monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path / "home"))
-    assert states(on_node.verify(str(job.root), None, 1, 0, None))[torn] == "corrupted"
+    assert states(on_node.verify(str(job.root), None, 1, 0))[torn] == "corrupted"
