@@ -204,7 +204,7 @@ def _compare(short: Side, long: Side, saves: int) -> tuple[list[str], Saves]:
           f"{filled / 1e6:.0f} MB, {filled / saves / 1e6:.3f} MB a save")  # fmt: skip
     multiply_steps(long.root, saves + 1, range(1, saves + 1), EVERY_S)
     print(f"the server starts within {long.start():.1f} s")
-    print(f"trinity-sync jobs reindex: {long.ask('trinity-sync jobs reindex'):.1f} s")
+    print(f"trinity-sync reconcile: {long.ask('trinity-sync reconcile'):.1f} s")
     long.ask(SAVE)
     print(f"| question | {REAL} saves, ms | {saves} saves, ms | ratio |\n|---|---|---|---|")
     for name in _names():

@@ -169,10 +169,10 @@ COMMANDS = {
     "trinity-sync ls": ("ls", "ROOT"),
     "trinity-sync show": ("show", "ROOT", "STEP"),
     "trinity-sync jobs ls": ("jobs", "ls"),
-    "trinity-sync report": ("report", "ROOT", "--output", "PAGE"),
-    "trinity-sync jobs reindex": ("jobs", "reindex", "ROOT"),
+    "trinity-sync report": ("report", "ROOT", "--html", "PAGE"),
+    "trinity-sync reconcile": ("reconcile", "ROOT"),
 }
-NAMES = (*OURS, *UI, *(name for name in COMMANDS if name != "trinity-sync jobs reindex"))
+NAMES = (*OURS, *UI, *(name for name in COMMANDS if name != "trinity-sync reconcile"))
 """Questions that are asked in turn."""
 
 

@@ -31,7 +31,6 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from trinity_sync.errors import CatalogError, FormatError, ManifestError
-from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import describe
 from trinity_sync.layout import steps_on_disk
@@ -87,7 +86,7 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
         why = " ".join(str(getattr(error, "orig", error)).split())
         raise CatalogError(
             f"the catalog {where} does not answer or fails: {why}. Saves continue without "
-            "it; when it is back, run: trinity-sync jobs reindex ROOT"
+            "it; when it is back, run: trinity-sync reconcile ROOT"
         ) from error
 
 
@@ -217,8 +216,8 @@ def list_jobs(engine: sa.Engine) -> list[JobSteps]:
             where = engine.url.render_as_string(hide_password=True)
             raise CatalogError(
                 f"the catalog {where} is corrupted: {error}. Saves continue without it; run: "
-                "trinity-sync jobs reindex ROOT. If that does not help, remove it, and then "
-                "rebuild every root."
+                "trinity-sync reconcile ROOT. If that does not help, remove it, and then "
+                "reconcile every root."
             ) from error
 
 
@@ -233,33 +232,20 @@ def try_mirror(
 ) -> None:
     """Update the catalog of the settings with `mirror`; a failure is only logged.
 
-    The next `rebuild` adds what is missing.
+    The next reconcile adds what is missing.
     """
     try:
         with open_catalog(get_catalog_url(settings, stack)) as engine:
             mirror(engine, root, steps)
     except Exception as error:  # the catalog is best effort, the files count
         logger.warning(
-            "cannot update the catalog for %s, run trinity-sync jobs reindex %s: %s",
-            root,
-            root,
-            error,
+            "cannot update the catalog for %s, which the next reconcile does: %s", root, error
         )
 
 
-def rebuild(engine: sa.Engine, root: str | Path, *, on_progress: OnProgress = no_progress) -> int:
-    """Write all rows of a job again from its files, and return the number of committed steps.
-
-    ``on_progress`` is called with the number of steps read.
-    """
-
-    def steps() -> Iterator[int]:
-        found = steps_on_disk(root)
-        for step in found:
-            yield step
-            on_progress(1, len(found))
-
-    return _replace_rows(engine, root, steps, sa.true())
+def rebuild(engine: sa.Engine, root: str | Path) -> int:
+    """Write all rows of a job again from its files, and return the number of committed steps."""
+    return _replace_rows(engine, root, lambda: steps_on_disk(root), sa.true())
 
 
 def remove_job(engine: sa.Engine, root: str | Path) -> bool:

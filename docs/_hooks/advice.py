@@ -81,8 +81,8 @@ WHAT_TO_DO = {
         "End the process that the message names; the kernel releases its locks. Then try again."
     ),
     "CatalogError": (
-        "Check the catalog's database. The files are not affected; `trinity-sync jobs reindex` "
-        "fills the catalog again."
+        "Check the catalog's database. The files are not affected; `trinity-sync reconcile` fills "
+        "the catalog again."
     ),
     "WeightSyncError": (
         "Check that the trainer publishes weights and that the reader sees its root or memory."

@@ -180,7 +180,7 @@ def test_a_value_of_the_catalog_that_is_none_of_ours_is_an_error_of_its_reader(
         assert connection.execute(f"UPDATE {alter}").rowcount
         connection.commit()
     with (
-        pytest.raises(CatalogError, match=r"is corrupted: .* jobs reindex"),
+        pytest.raises(CatalogError, match=r"is corrupted: .* reconcile"),
         open_catalog(url) as engine,
     ):
         list_jobs(engine)

@@ -1,4 +1,4 @@
-"""Commands for jobs: jobs ls, set, reindex, forget; reconcile."""
+"""Commands for jobs: jobs ls, set, forget; reconcile."""
 
 import time
 from collections.abc import Sequence
@@ -21,13 +21,8 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_root, complete_setting
-from trinity_sync.cli.output import (
-    Output,
-    print_object,
-    print_rows,
-    progress_bar,
-)
-from trinity_sync.cli.rows import ForgottenJob, JobRow, ReindexedJob, SettingRow
+from trinity_sync.cli.output import Output, print_object, print_rows
+from trinity_sync.cli.rows import ForgottenJob, JobRow, SettingRow
 from trinity_sync.errors import ConfigError, PrefectApiError, TrinitySyncError
 from trinity_sync.stack import list_missing_packages
 
@@ -40,10 +35,6 @@ jobs = App(
     "from them again at any time.",
 )
 app.add_typer(jobs, name="jobs", rich_help_panel="Look at a job")
-
-Roots = Annotated[
-    list[Path], typer.Argument(autocompletion=complete_root, help="Roots of the jobs.")
-]
 
 
 @jobs.command("jobs ls", "jobs ls -o json", name="ls")
@@ -161,20 +152,6 @@ def _list_settings(root: Path) -> list[SettingRow]:
     ]
 
 
-@jobs.command("jobs reindex ckpts", stack=True)
-def reindex(roots: Roots, output: Output = "table") -> None:
-    """Read the rows of jobs in the catalog again from their files."""
-    from trinity_sync.catalog import get_catalog_url, open_catalog, rebuild
-
-    rows = []
-    with open_catalog(get_catalog_url(read_settings())) as engine:
-        for root in roots:
-            with progress_bar("reading", of_steps=True) as on_progress:
-                count = rebuild(engine, require_existing(root), on_progress=on_progress)
-            rows.append(ReindexedJob(str(root), count))
-    print_rows("jobs", rows, output, "root steps")
-
-
 @jobs.command("jobs forget ckpts", stack=True)
 def forget(
     root: Annotated[
@@ -219,7 +196,7 @@ def _describe_outdated(root: Path, known: set[int]) -> str:
         return ""
     return (
         f"the catalog lacks {len(on_disk - known)} steps of {root} and has "
-        f"{len(known - on_disk)} that were removed; run: trinity-sync jobs reindex {root}"
+        f"{len(known - on_disk)} that were removed; run: trinity-sync reconcile {root}"
     )
 
 

@@ -224,8 +224,8 @@ def use_color() -> bool:
 
 
 @contextmanager
-def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
-    """Yield the callback that updates a progress bar of bytes or steps, from its first call on.
+def progress_bar(what: str) -> Iterator[OnProgress]:
+    """Yield the callback that updates a progress bar of bytes, from its first call on.
 
     ``what`` describes the work, such as ``reading``.
     """
@@ -235,11 +235,11 @@ def progress_bar(what: str, *, of_steps: bool = False) -> Iterator[OnProgress]:
     from rich import progress
     from rich.console import Console
 
-    bytes_columns = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
     bar = progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
-        *([progress.MofNCompleteColumn()] if of_steps else bytes_columns),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

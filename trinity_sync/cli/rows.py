@@ -53,15 +53,6 @@ class JobRow:
 
 
 @dataclass(frozen=True)
-class ReindexedJob:
-    """A job whose rows were read again from its files."""
-
-    root: str
-    steps: int
-    """Number of committed steps."""
-
-
-@dataclass(frozen=True)
 class ForgottenJob:
     """A job that was removed from the catalog."""
 

@@ -140,7 +140,6 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "readers": ["readers", root],
         "report": ["report", root],
         "wait": ["wait", root, 30],
-        "jobs reindex": ["jobs", "reindex", root],
         "jobs set": ["jobs", "set", root, "keep=last=3"],
         "jobs ls": ["jobs", "ls"],
         "verify": ["verify", root, 20],
@@ -254,7 +253,7 @@ def test_a_long_value_in_any_column_is_wrapped_to_the_width_of_the_terminal(
 ) -> None:
     root = tmp_path / "a-root-with-a-long-name" / "and-another-one" / "checkpoints-of-a-job"
     commit_files(root, 1)
-    assert run(home, "jobs", "reindex", root).exit_code == 0
+    assert run(home, "reconcile", root).exit_code == 0
     url = "postgresql://a-host-with-a-long-name.example.org/" + "x" * 60
     named = {"TRINITY_SYNC_STACK__CATALOG__URL": url}
     for words, variables, value in (

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.support.job import Job
@@ -38,19 +37,16 @@ def at_a_terminal(*arguments: object, home: Path, code: int = 0) -> str:
     return shown
 
 
-@pytest.mark.parametrize(
-    ("command", "unit"), [(["verify", "ROOT"], "bytes"), (["jobs", "reindex", "ROOT"], "2/2")]
-)
 def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_alone(
-    tmp_path: Path, command: list[str], unit: str
+    tmp_path: Path,
 ) -> None:
     root = tmp_path / "ckpts"
     for step in (1, 2):
         commit_files(root, step)
-    words = [str(root) if word == "ROOT" else word for word in command]
+    words = ["verify", str(root)]
     shown = at_a_terminal(*words, home=tmp_path / "home")
     assert "reading" in shown
-    assert unit in shown
+    assert "bytes" in shown
     piped = subprocess.run(
         [sys.executable, "-m", "trinity_sync.cli", *words],
         env={**os.environ, "TRINITY_SYNC_HOME": str(tmp_path / "home")},
