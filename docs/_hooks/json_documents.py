@@ -84,6 +84,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "reconcile": ("findings", list[Finding]),
     "remote push": ("push", Replicated),
     "remote pull": ("step", StepRow),
+    "merge": ("step", StepRow),
     "export hf": ("export", ExportResult),
     "export dcp": ("export", DcpResult),
     "up": ("stack", StackStatus),

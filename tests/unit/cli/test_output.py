@@ -146,6 +146,7 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
         "reconcile": ["reconcile", root],
         "remote push": ["remote", "push", root, "best", url],
         "remote pull": ["remote", "pull", tmp_path / "back", "latest", url],
+        "merge": ["merge", root, "last=2", tmp_path / "merged"],
         "export dcp": ["export", "dcp", root, "best", tmp_path / "dcp"],
         "metrics": ["metrics", root, "latest", "reward=0.8"],
         "pin": ["pin", root, "latest"],
