@@ -14,7 +14,6 @@ from trinity_sync.fs.process import hold_handlers
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, lock_slot, read_version_tag
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.weights.version_view import require_finite
 from trinity_sync.weights.versions import VersionUnavailableError, make_shard
 
 logger = logging.getLogger(__name__)
@@ -59,6 +58,8 @@ class UploadCheck:
             logger.warning("step %d of %s is not looked at: %s", tag.step, self._root, error)
 
     def _require_finite(self, tag: VersionTag) -> None:
+        from trinity_sync.weights.version_view import require_finite  # of readers, for this alone
+
         found = self._spool.list_versions(tag.role)
         for slot in [slot for slot, each in found if each == tag]:
             with lock_slot(slot) as content:
