@@ -1,4 +1,4 @@
-"""Flows that prune, copy, verify, export and repair the steps of jobs.
+"""Flows that prune, copy, verify and repair the steps of jobs.
 
 They show in the Prefect UI what they did.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.artifacts import acreate_table_artifact
 from prefect.runtime import flow_run
 
 from tasks.on_ray import run_here
@@ -194,38 +194,6 @@ async def _create_verification_artifacts(steps: Sequence[VerifiedStep]) -> None:
                 for step in verified
             ],
         )
-
-
-@flow(name="export", **_OPTIONS)
-async def export(
-    root: str,
-    step: int,
-    role: str = "actor",
-    dtype: str = "keep",
-    max_shard_gb: float = 5.0,
-    to: str | None = None,
-) -> None:
-    """Write the model of a committed step as a folder that ``from_pretrained`` loads.
-
-    An export that was interrupted continues with the files that are missing.
-
-    Args:
-        root: Full path of the job's root folder.
-        step: A committed step.
-        role: Role whose model is exported.
-        dtype: Data type of the exported weights: keep, bf16, fp16 or fp32. Any other than keep
-            needs ``to``.
-        max_shard_gb: Maximum size of a safetensors file in GB.
-        to: Full path of a new folder; empty for the step's own folder, next to its configuration
-            and tokenizer.
-    """
-    done = await run_here(root, on_node.export_model, root, step, role, dtype, max_shard_gb, to)
-    await acreate_markdown_artifact(
-        key=make_artifact_key("exported-model", root),
-        description=f"{role} of step {step} in `{root}`",
-        markdown=f"`{done.folder}`: {format_bytes(done.nbytes)}\n\n"
-        + "\n".join(f"- `{name}`" for name in done.files),
-    )
 
 
 @flow(name="reconcile", **_OPTIONS)

@@ -83,18 +83,15 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     api: Api,
     model: Any,
     metadata: Path,
-    tmp_path: Path,
 ) -> None:
     for step, export in ((1, "hf_model"), (2, "")):
         saves.save(step, {"model": model.state_dict()}, metadata=metadata, export=export)
         saves.wait_all(90)
     until(lambda: root in list_known_roots(stack_settings), "the node to know of the job")
 
-    exported = run(api, "export/export", root=str(root), step=2, to=str(tmp_path / "hf"))
-    assert exported.state.is_completed(), exported.state.message
-    for folder in (root / "global_step_1/actor/huggingface", tmp_path / "hf"):
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    folder = root / "global_step_1/actor/huggingface"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
     shard = root / "global_step_2/actor/model_world_size_1_rank_0.pt"
     with shard.open("r+b") as file:
@@ -118,7 +115,6 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     [
         ("verify/verify", {"root": "no/full/path"}, "not the full path of a folder"),
         ("verify/verify", {"step": 9}, "not committed, so there is nothing to compare"),
-        ("export/export", {"step": 9}, "is not committed"),
         ("retention/retention", {"rot": "a typing error"}, "rot"),
         ("retention/retention", {"keep": "most"}, "'most' is unknown"),
     ],

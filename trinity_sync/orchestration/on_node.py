@@ -54,7 +54,6 @@ from trinity_sync.storage.verify import (
 )
 
 if TYPE_CHECKING:
-    from trinity_sync.formats.hf_export import ExportResult
     from trinity_sync.remote.upload import Replicated
 
 logger = logging.getLogger(__name__)
@@ -129,29 +128,6 @@ def verify(
         checked = threads.map(check, split_evenly(files, VERIFIERS))
         judged = judge_steps([file for batch in checked for file in batch])
     return [*judged, *(torn for each in roots for torn in judge_manifests(each))]
-
-
-def export_model(
-    root: str, step: int, role: str, dtype: str, max_shard_gb: float, to: str | None
-) -> "ExportResult":
-    """Write one role's model of a committed step as a Hugging Face folder.
-
-    ``dtype`` is keep, bf16, fp16 or fp32. ``to`` is the full path of a new folder; None for the
-    step's own.
-    """
-    from trinity_sync.formats.hf_export import export_step  # imports torch, which is slow
-
-    if to:
-        require_allowed(to, read_settings()[1])
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    return export_step(
-        root,
-        step,
-        to=Path(to) if to else None,
-        role=role,
-        dtype=dtype,
-        max_shard_bytes=int(max_shard_gb * 1e9),
-    )
 
 
 def repair(root: str | None, grace_s: float) -> list[Finding]:

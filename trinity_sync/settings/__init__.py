@@ -326,8 +326,7 @@ class WorkerSettings(_Section):
     needs, and saves what it leaves. With 0, both get equal parts."""
 
     allowed_paths: Paths = Field(default=(), examples=[("/data",)])
-    """Folders below which flows may use roots, exports and remotes in folders; none for no limit.
-    """
+    """Folders below which flows may use roots and remotes in folders; none for no limit."""
 
 
 class IoSettings(_Section):
