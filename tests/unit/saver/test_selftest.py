@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked import Program
 from tests.support.savers import await_that
 
 
@@ -50,7 +51,7 @@ def test_what_is_promised_is_tried_and_written_down(
 def test_a_machine_that_cannot_save_is_told_by_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "spool").write_text("")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    variables = alone | {"MASTER_PORT": "0", "TRINITY_SYNC_SPOOL": "spool"}
-    done = run(tmp_path, "-m", "trinity_sync.selftest", "--mib", "1", **variables)
-    assert done.returncode == 1, done.stderr
-    assert "FAILED  ranks               SpoolError: " in done.stdout
+    own = {"MASTER_PORT": "0", "TRINITY_SYNC_SPOOL": f"{tmp_path}/spool", "TMPDIR": f"{tmp_path}"}
+    main = "import runpy; runpy.run_module('trinity_sync.selftest', run_name='__main__')"
+    said = Program(main, "--mib", 1, env=os.environ | alone | own).end(1)
+    assert "FAILED  ranks               SpoolError: " in said

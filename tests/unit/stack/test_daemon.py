@@ -83,11 +83,11 @@ def test_a_daemon_that_gets_no_cpu_is_waited_for_longer(tmp_path: Path) -> None:
         return begun
 
     others = begin("others", "60")
-    starved = begin("starved", "1")
+    starved = begin("starved", "0.4")
     daemon.lower_priority(starved, 10)
     try:
-        daemon.await_ready("it", starved, (tmp_path / "starved ended").exists, 3)
-        assert daemon._read_cpu_wait(starved) > 3
+        daemon.await_ready("it", starved, (tmp_path / "starved ended").exists, 1)
+        assert daemon._read_cpu_wait(starved) > 1
     finally:
         daemon.stop(others, 5)
         daemon.stop(starved, 5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import environment
+from tests.support.forked import Program
 
 STORY = """
 import sqlite3, sys, threading
@@ -97,15 +98,21 @@ print(*found)
 """
 
 
+READ_SETTINGS = """
+from prefect.context import refresh_global_settings_context
+refresh_global_settings_context()
+"""
+
+
 def told(story: str, tmp_path: Path, argument: str) -> str:
-    """What a story on a database of Prefect's ends with."""
+    """What a story on a database of Prefect's ends with, in a fork of a process with the server."""
     env = {
         "PREFECT_HOME": str(tmp_path),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path / 'prefect.db'}",
     }
     with environment(env):
-        command = [sys.executable, "-c", story, argument]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        server = ["prefect.server.database", "prefect.server.services.db_vacuum"]
+        return Program(READ_SETTINGS + story, argument, preloaded=server).end().strip()
 
 
 def test_between_two_batches_of_the_vacuum_others_may_write(tmp_path: Path) -> None:
