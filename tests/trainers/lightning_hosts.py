@@ -176,7 +176,7 @@ class Data(LightningDataModule):
         return DataLoader(
             TOKENS,
             batch_size=4,
-            num_workers=2,
+            num_workers=1,
             collate_fn=self.collate,
             multiprocessing_context="spawn",
         )

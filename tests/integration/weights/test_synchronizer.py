@@ -257,7 +257,9 @@ def test_a_group_without_an_explorer_is_refused_with_a_remedy(
     ray.kill(trainer)
 
 
-def test_a_state_dict_goes_through_the_object_store(synchronizer: Any, root: Path) -> None:
+def test_the_newest_state_dict_goes_through_the_object_store_also_as_references(
+    synchronizer: Any, root: Path
+) -> None:
     state = {"w": torch.arange(6).reshape(2, 3).bfloat16(), "b": torch.ones(2)}
     ask(synchronizer.set_model_state_dict.remote(state, 3))
     ask(synchronizer.publish.remote(version(root, 4)))
@@ -271,14 +273,9 @@ def test_a_state_dict_goes_through_the_object_store(synchronizer: Any, root: Pat
         ("b", "float32", (2,)),
     ]
 
-
-def test_references_pass_the_synchronizer_as_references(synchronizer: Any) -> None:
-    ask(synchronizer.set_model_state_dict.remote({"w": ray.put(torch.ones(3))}, 3))
+    ask(synchronizer.set_model_state_dict.remote({"w": ray.put(torch.ones(3))}, 5))
     found, _ = ask(synchronizer.get_model_state_dict.remote())
-    assert torch.equal(found["w"], torch.ones(3))
-
-
-def test_late_weights_do_not_replace_newer_weights(synchronizer: Any) -> None:
-    ask(synchronizer.set_model_state_dict.remote("s3://new", 4))
-    ask(synchronizer.set_model_state_dict.remote("s3://old", 3))
-    assert ask(synchronizer.get_model_state_dict.remote()) == ("s3://new", 4)
+    assert torch.equal(found["w"], torch.ones(3))  # by references
+    ask(synchronizer.set_model_state_dict.remote("s3://new", 7))
+    ask(synchronizer.set_model_state_dict.remote("s3://old", 6))  # late
+    assert ask(synchronizer.get_model_state_dict.remote()) == ("s3://new", 7)
