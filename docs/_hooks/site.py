@@ -25,6 +25,8 @@ SEARCH = {
 """What the search ranks: a pasted message leads to what to do, not to how the project is made."""
 UNSEEN = ("docs/contributing/invariants.md", "docs/contributing/tests.md")
 """Lists for who changes the code: the site has them as files. ``mkdocs.yml`` excludes them."""
+LONG = 18
+"""Characters of a cell from which on it is a text."""
 DOWNLOADS = "files"
 """Folder of the site with the files of the repository that pages link to."""
 PAGES = {"contributing/index.md": "CONTRIBUTING.md", "contributing/changelog.md": "CHANGELOG.md"}
@@ -90,7 +92,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Name in each cell of a table its column: narrow screens show the cells below each other."""
+    """Name in each cell of a table its column, and mark long texts.
+
+    Narrow screens show the cells below each other; on others, a column of long texts is no strip.
+    """
     return re.sub("<table>.*?</table>", _label_cells, html, flags=re.DOTALL)
 
 
@@ -99,7 +104,13 @@ def _label_cells(table: re.Match[str]) -> str:
     labels = itertools.cycle(
         re.sub("<[^>]*>", "", each).replace('"', "&quot;") for each in headings
     )
-    return re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', table[0])
+
+    def label(cell: re.Match[str]) -> str:
+        is_long = len(" ".join(re.sub("<[^>]*>", "", cell[2]).split())) > LONG
+        mark = ' class="long"' * is_long
+        return f'<td data-label="{next(labels)}"{mark}{cell[1]}>{cell[2]}</td>'
+
+    return re.sub("<td([^>]*)>(.*?)</td>", label, table[0], flags=re.DOTALL)
 
 
 def _insert_file(path: str) -> str:

@@ -95,6 +95,7 @@ def test_pages_fit_a_screen(site: Path, tmp_path: Path, width: int) -> None:
         pytest.skip("no Chromium here: apt-get install chromium")
     pages = ["operations/failures", "how-to/dcp", "benchmarks", "concepts/comparison"]
     pages += ["how-to/verl-settings", "how-to/huggingface", "operations/size"]
+    pages += ["benchmarks/scale", "concepts/file-systems", "contributing/reports", "reference/api"]
     frames = [
         f'<iframe title="{page}" width="{width}" src="{(site / page).as_uri()}.html"></iframe>'
         for page in pages
