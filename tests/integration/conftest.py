@@ -14,6 +14,7 @@ from tests.support.job import Job
 from tests.support.savers import end_savers
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.stack import PACKAGES
 from trinity_sync.storage.latest_pointer import advance_latest_pointer
 from trinity_sync.storage.manifest import CallableRecord, FileRecord, Manifest, write_manifest
 
@@ -53,8 +54,12 @@ def commit_step(root: Path) -> CommitStep:
 @pytest.fixture
 def tools(tmp_path: Path, spool_folder: Path) -> Iterator[dict[str, str]]:
     """The environment of a user who has installed the client alone, and whose saver ends."""
+    made = make_tools(tmp_path)
     own = {"TRINITY_SYNC_HOME": str(tmp_path / "home"), "TRINITY_SYNC_SPOOL": str(spool_folder)}
-    yield make_tools(tmp_path) | own | {"TRINITY_SYNC_SAVER": "auto"}
+    refused = f"import sys; sys.modules.update(dict.fromkeys({PACKAGES}))"  # as if not installed
+    (tmp_path / "bin/sitecustomize.py").write_text(refused)
+    made["PYTHONPATH"] += f":{tmp_path}/bin"
+    yield made | own | {"TRINITY_SYNC_SAVER": "auto"}
     end_savers(spool_folder)
 
 

@@ -200,7 +200,7 @@ def _describe_outdated(root: Path, known: set[int]) -> str:
     )
 
 
-@app.command("reconcile ckpts", "reconcile ckpts -o json", panel="Look after steps", stack=True)
+@app.command("reconcile ckpts", "reconcile ckpts -o json", panel="Look after steps")
 def reconcile(
     root: Root,
     grace: Annotated[
@@ -210,13 +210,14 @@ def reconcile(
 ) -> None:
     """Repair what a crash left, and report it. Safe to run again."""
     from trinity_sync.client.prefect_api import ask_server
+    from trinity_sync.client.prefect_connection import knows_server
     from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
 
-    settings, job = read_settings(), require_existing(root).resolve()
+    settings, job, runs = read_settings(), require_existing(root).resolve(), None
     try:
-        runs = ask_server(settings, read_unfinished_saves)
+        if knows_server(settings):
+            runs = ask_server(settings, read_unfinished_saves)
     except PrefectApiError as error:
         typer.echo(f"flow runs are not checked: {error}", err=True)
-        runs = None
     found = reconcile(settings, [job], runs, grace_s=grace)
     print_rows("findings", found, output, "status what reason", empty="no problems found")

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.catalog import get_catalog_url, is_current, open_catalog, rebuild
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.fs.mounts import read_file_system_time
@@ -78,7 +77,7 @@ def _repair_files(
     busy = None if runs is None else find_busy_steps(runs)
     for request in look_at_jobs(RootVisits("saves"), settings.spool, find_pending_saves):
         if busy is None or request.step not in busy.get(Path(request.root), ()):
-            why = "its images wait for a saver, which a worker starts; run: trinity-sync status"
+            why = "its images wait for a saver; run: trinity-sync status"
             yield Finding(request.root, request.run_name, "left", why)
 
     def repair(root: Path) -> list[Finding]:
@@ -139,6 +138,10 @@ def _list_missing_exports(root: Path, busy: set[int]) -> Iterator[Finding]:
 
 def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
     """Write the rows that a commit or a removal could not write."""
+    try:
+        from trinity_sync.catalog import get_catalog_url, is_current, open_catalog, rebuild
+    except ModuleNotFoundError:  # a client alone has no catalog
+        return
     try:
         with open_catalog(get_catalog_url(settings)) as engine:
             with suppress(ValueError):  # of a row that cannot be read
