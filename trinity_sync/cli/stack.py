@@ -18,7 +18,7 @@ from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_se
 from trinity_sync.cli.config import ConfigFile
 from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table
 from trinity_sync.cli.rows import DeploymentRow, StoppedStack, UiReport
-from trinity_sync.errors import PrefectApiError, SpoolError, StackError
+from trinity_sync.errors import PrefectApiError, SpoolError, StackError, from_extra
 from trinity_sync.orchestration.quantities import format_duration
 
 if TYPE_CHECKING:
@@ -179,16 +179,30 @@ def down(yes: Yes = False, output: Output = "table") -> None:
 
 
 @app.command(
-    "status", "status -o json", panel="Run the stack",
+    "status", "status -o json", "status --prometheus trinity_sync.prom", panel="Run the stack",
     note="Exit code 3 if a service that is used does not run or answer, no worker is online, a "
         "deployment is missing, something is paused, or the environment overrides a service; or "
         "saves wait for a saver, and none lives or answers.",
 )  # fmt: skip
-def status(output: Output = "table") -> None:
+def status(
+    prometheus: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the Prometheus gauges of this node and of its jobs, for node_exporter.",
+        ),
+    ] = None,
+    output: Output = "table",
+) -> None:
     """Show the services, their addresses, whether a worker is online, and what waits in memory."""
     from trinity_sync.stack import embedded
 
     settings = read_settings()
+    if prometheus:
+        with from_extra("metrics"):
+            from trinity_sync.orchestration.metrics import METRICS
+        METRICS.write_gauges(settings, prometheus)
+        return
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
     is_alone = report.services[0].state == "not used"

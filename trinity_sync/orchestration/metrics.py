@@ -1,7 +1,8 @@
 """Prometheus metrics of a flow worker, of its node, and of the jobs that it knows.
 
 They are served if ``worker.metrics`` is set. Each worker counts its own saves, so sum over workers.
-The newest step of each known job is also read from its root, for saves of other workers.
+The newest step of each known job is also read from its root, for saves of other workers. Without a
+worker, a command writes the gauges of node and jobs to a file (`write_gauges`).
 
 The spool is in memory and is read at each scrape. Roots are on file systems that may hang: threads
 read them every `OBSERVE_S` seconds, and a scrape shows what they have read last.
@@ -13,16 +14,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    start_http_server,
+    write_to_textfile,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from trinity_sync.errors import EvictedError, StackError, SupersededError, TrinitySyncError
 from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
+from trinity_sync.orchestration.report.steps import list_saves
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.orchestration.run_page import StepOutcome
 from trinity_sync.saves.save_request import SaveRequest
@@ -142,6 +152,19 @@ class WorkerMetrics:
         self._newest.labels(job, kind).set(step)
         self._age.labels(job, kind).set_function(lambda: max(0.0, time.time() - committed_at))
 
+    def write_gauges(self, settings: Settings, file: Path) -> None:
+        """Write the gauges of the node and of known jobs to a file, as node_exporter reads them.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        observer = RootObserver(settings, StackSettings(), self.update_newest)
+        observer.observe()
+        gauges = CollectorRegistry()
+        for each in (self._newest, self._age, SpoolCollector(settings.spool), observer):
+            gauges.register(each)
+        write_to_textfile(str(file), gauges)
+
 
 METRICS = WorkerMetrics()
 
@@ -204,13 +227,15 @@ class _Observed:
     corrupted: int
     counted_at: float
     """When the corrupted steps were counted, by ``time.monotonic``."""
+    failed: int
+    """Saves that failed since the newest commit."""
     free_bytes: int
     lags: dict[str, int]
     """Steps that each reader is behind the newest version, by its name."""
 
 
 class RootObserver(Collector):
-    """Corrupted steps, free disk space and the lag of readers, of the jobs that this node knows.
+    """Corrupted steps, failed saves, free disk space and the lag of readers, of known jobs.
 
     A root that cannot be read, or hangs, is logged once, and its metrics are left out until it can
     be read. ``on_newest`` is called with a job, a kind, and the step and time of its newest commit.
@@ -263,7 +288,7 @@ class RootObserver(Collector):
         try:
             if not (_exists(root) and is_allowed(self._stack, root)):
                 return None
-            return _observe(root, self._observed.get(root))
+            return _observe(self._settings, root, self._observed.get(root))
         except Exception as error:  # the others are unaffected, and the thread goes on
             return str(error)
 
@@ -280,12 +305,16 @@ class RootObserver(Collector):
             "Steps that a reader is behind the newest version of the weights",
             labels=["job", "reader"],
         )
+        failed = GaugeMetricFamily(
+            "trinity_sync_failed_saves", "Saves that failed since the newest commit", labels=["job"]
+        )
         for each in self._observed.values():
             corrupted.add_metric([each.job], each.corrupted)
+            failed.add_metric([each.job], each.failed)
             free.add_metric([each.job], each.free_bytes)
             for reader, behind in each.lags.items():
                 lag.add_metric([each.job, reader], behind)
-        yield from (corrupted, free, lag)
+        yield from (corrupted, failed, free, lag)
 
 
 def _exists(root: Path) -> bool:
@@ -297,7 +326,7 @@ def _exists(root: Path) -> bool:
     return True
 
 
-def _observe(root: Path, before: _Observed | None) -> _Observed:
+def _observe(settings: Settings, root: Path, before: _Observed | None) -> _Observed:
     report, now = read_sync_report(root, time.time()), time.monotonic()
     readers = report.readers if report and report.running is not False else ()
     newest = {}
@@ -311,11 +340,13 @@ def _observe(root: Path, before: _Observed | None) -> _Observed:
     else:
         marks = (step_folder(root, step) / CORRUPTION_MARK for step in steps_on_disk(root))
         corrupted, counted_at = sum(mark.exists() for mark in marks), now
+    statuses = [each.status for each in list_saves(settings, root)]
     return _Observed(
         job=job_id(root),
         newest=newest,
         corrupted=corrupted,
         counted_at=counted_at,
+        failed=[*takewhile(lambda status: status != "committed", statuses)].count("failed"),
         free_bytes=shutil.disk_usage(root).free,
         lags={reader.name: reader.behind for reader in readers},
     )

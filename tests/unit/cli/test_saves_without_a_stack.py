@@ -16,7 +16,7 @@ from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync.cli.commands import app
 from trinity_sync.saves.journal import append
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.job_identity import job_id, register_root
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.export_requests import fail_export_request
 from trinity_sync.storage.manifest import write_manifest
@@ -61,6 +61,28 @@ def test_runs_lists_committed_failed_and_pending_saves(saves: Job) -> None:
     }
     (failed,) = rows_of(run(saves, "runs", saves.root, "--failed", "-o", "json"), "saves")
     assert (failed["reason"], failed["flow_run"]) == ("no space left on device", None)
+
+
+def test_status_writes_gauges_for_a_node_exporter(saves: Job, tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    register_root(saves.root.parent / "home", saves.root)
+    done = run(saves, "status", "--prometheus", tmp_path / "node.prom")
+    assert (done.exit_code, done.stdout) == (0, "")
+    families = parser.text_string_to_metric_families((tmp_path / "node.prom").read_text())
+    found = {each.name: each.samples[0] for each in families if each.samples}
+    assert found["trinity_sync_newest_step"].labels == {
+        "job": job_id(saves.root),
+        "kind": "checkpoint",
+    }
+    values = {name.removeprefix("trinity_sync_"): each.value for name, each in found.items()}
+    assert values.keys() == {
+        "newest_step", "newest_commit_age_seconds", "pending_images", "pending_age_seconds",
+        "spool_free_bytes", "root_free_bytes", "corrupted_steps", "failed_saves",
+    }  # fmt: skip
+    assert [values[n] for n in ("newest_step", "pending_images", "failed_saves")] == [10, 2, 1]
+    saves.commit(30)
+    run(saves, "status", "--prometheus", tmp_path / "node.prom")
+    assert re.search(r"trinity_sync_failed_saves\{.*\} 0.0", (tmp_path / "node.prom").read_text())
 
 
 def test_ls_shows_saves_that_are_not_committed(saves: Job) -> None:
