@@ -101,6 +101,8 @@ def show(root: Root, step: Step, output: Output = "table") -> None:
 
 
 def _print_details(details: StepDetails) -> None:
+    from trinity_sync.storage.manifest import is_parent_there
+
     typer.echo(
         f"step {details.step} of run {details.run}: {paint(details.status)}, "
         f"{', '.join(details.kinds)}, committed {format_time(details.committed_at or 0.0)}, "
@@ -114,7 +116,9 @@ def _print_details(details: StepDetails) -> None:
     if details.left_out:
         typer.echo(f"its run did not load {', '.join(details.left_out)} of the step it began at")
     for parent in details.parents:
-        typer.echo(f"merged from {parent}")
+        now = "" if is_parent_there(parent) else ", which is not there as it was"
+        how = "merged from" if details.is_merge else "its run began from"
+        typer.echo(f"{how} {parent}{now}")
     for timing in details.timings:
         typer.echo(f"{timing.kind}: {timing}")
     typer.echo("")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trinity_sync.client.attachments import attachment_path
+from trinity_sync.client.run_context import note_loaded
 from trinity_sync.errors import ConfigError, ManifestError, RootAwayError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, check_choice, check_number, check_root
 from trinity_sync.snapshot.job_identity import explain_away, read_identity
@@ -148,7 +149,9 @@ class Checkpoints:
         with lease_to_read(self.root, step, READER) as manifest:
             self._name(manifest)
             own: Any = {"rank": rank, "world_size": world_size, "manifest": manifest}
-            return load_states(self.root, step, role, **own, only=only)
+            states = load_states(self.root, step, role, **own, only=only)
+            note_loaded(self.root, manifest)
+            return states
 
     def load_into(
         self,
@@ -183,6 +186,7 @@ class Checkpoints:
         opener = VersionOpener(READER, verify=True, dtype=dtype)
         with opener.open_checkpoint(version) as view:
             view.load_into(target)
+        note_loaded(self.root, manifest)
         return step
 
     def attachment(self, step: int | str, name: str, *, rank: int = 0) -> bytes:

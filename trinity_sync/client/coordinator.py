@@ -42,7 +42,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity, require_root
-from trinity_sync.snapshot.save_id import Export, Origin
+from trinity_sync.snapshot.save_id import Export, Origin, Parent
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
 from trinity_sync.snapshot.stager import Staged, estimate_nbytes
 from trinity_sync.snapshot.ticket import VersionTag
@@ -229,6 +229,15 @@ class CheckpointCoordinator(Collaborators):
         `begin`, and with no other call.
         """
         return self._run.number
+
+    @property
+    def parents(self) -> tuple[Parent, ...]:
+        """Steps that this run began from; none until this process has begun it.
+
+        That is the step that it resumed from; otherwise those that the process which began it had
+        loaded with `Checkpoints`, also of other roots, such as a merge.
+        """
+        return self._run.parents
 
     def begin(self) -> int:
         """Begin this run now, at step 0 unless it has resumed, and return its number.

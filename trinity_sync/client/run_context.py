@@ -17,19 +17,25 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet, WeakValueDictionary
 
-from trinity_sync.errors import ConfigError, RootError
+from trinity_sync.errors import ConfigError, FormatError, ManifestError, RootError
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.locks import open_lock_file
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, step_folder, steps_on_disk
 from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity, require_root
+from trinity_sync.snapshot.save_id import Parent
 from trinity_sync.storage.discovery import find_newest, is_foreign
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import read_run_head, read_run_number
+from trinity_sync.storage.manifest import (
+    Manifest,
+    read_manifest,
+    read_run_head,
+    read_run_number,
+)
 from trinity_sync.storage.metrics import find_run_of_step
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import (
@@ -87,8 +93,9 @@ class RunContext:
         with self._opening:  # threads that stage call it as well
             if self._run is None:
                 with self._require_writable():
-                    self._run, began = self._join(0)
+                    self._run, began = self._join(0, parents=[*_loaded.values()])
                 if began:
+                    _loaded.clear()
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
@@ -108,9 +115,10 @@ class RunContext:
                 try:
                     with self._require_writable():
                         loaded = read_run_number(self._root, step)
-                        run, _ = self._join(step, loaded)
+                        parents = self._describe(step)
+                        run, _ = self._join(step, loaded, parents)
                         if run.resumed_from != step:  # its process had nothing to load
-                            run = record_resume(self._root, run, step, loaded)
+                            run = record_resume(self._root, run, step, loaded, parents)
                         self._run = run
                 except RootError as error:
                     self._unwritable = error.__cause__
@@ -128,6 +136,11 @@ class RunContext:
     def close(self) -> None:
         """Show no longer that the run lives."""
         self._lock.close()
+
+    @property
+    def parents(self) -> tuple[Parent, ...]:
+        """What the run has begun from, as in `Run`; empty before it has begun."""
+        return self._run.parents if self._run else ()
 
     @property
     def number(self) -> int:
@@ -294,7 +307,16 @@ class RunContext:
         if self._later and (later := find_superseding_run(self._later, self.number, step)):
             raise explain_superseded(self._root, self.number, step, later)
 
-    def _join(self, step: int, resumed_run: int = 0) -> tuple[Run, bool]:
+    def _describe(self, step: int) -> list[Parent]:
+        """Return a step that the run begins at, unless no run has committed it."""
+        with suppress(ManifestError, FormatError):
+            manifest = read_manifest(self._root, step)
+            return [manifest.as_parent(self._root)] if manifest else []
+        return []
+
+    def _join(
+        self, step: int, resumed_run: int = 0, parents: Sequence[Parent] = ()
+    ) -> tuple[Run, bool]:
         """Join the run or begin it at a step, and show that it lives, from before it begins on.
 
         Return also whether this call has begun it; nothing is created where the job is not.
@@ -317,6 +339,7 @@ class RunContext:
                 self._key,
                 step,
                 resumed_run,
+                parents=parents,
                 find_last=lambda: max(self._list_committing_runs(), default=0),
                 before_begin=prepare,
             )
@@ -372,6 +395,12 @@ class RunContext:
             )
 
 
+def note_loaded(root: Path, manifest: Manifest) -> None:
+    """Have the next run that this process begins at step 0 record a step that was loaded."""
+    parent = manifest.as_parent(root)
+    _loaded[parent.root, parent.identity, parent.run, parent.step] = parent
+
+
 def make_run_key() -> str:
     """Return a random key for a run."""
     return uuid.uuid4().hex
@@ -406,6 +435,8 @@ def find_start_key(root: Path, key: str) -> str:
         return _starts[start][1] if start in _starts else key
 
 
+_loaded: dict[tuple[str, str, int, int], Parent] = {}
+"""The steps that this process has loaded beside its runs, in order."""
 _contexts: "WeakValueDictionary[str, RunContext]" = WeakValueDictionary()
 """By root, as text, which can be compared while Python ends: the context that this process made
 last."""

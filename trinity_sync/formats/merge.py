@@ -40,7 +40,7 @@ from trinity_sync.layout import (
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.removal import make_step_info
 from trinity_sync.snapshot.image import lay_out
-from trinity_sync.snapshot.job_identity import job_id, open_identity, read_identity
+from trinity_sync.snapshot.job_identity import job_id, open_identity
 from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import (
     list_newest_first,
@@ -50,7 +50,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.health import FileHealth
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import FileRecord, Manifest, Parent, write_manifest_into
+from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest_into
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.quarantine import fetching_folder
@@ -137,12 +137,8 @@ def merge_steps(
         remove_tree(folder)  # of a merge that was killed
         held.callback(remove_tree, folder)
         files = _write_files(folder, base, sources, role, lambda n: on_progress(n, total))
-        identity = read_identity(base)
-        parents = tuple(
-            Parent(str(base), identity, each.run, each.step, each.weights_digest, share)
-            for each, share in zip(manifests, shares, strict=True)
-        )
-        made = Manifest("", 0, newest.step, ("state_dict",), tuple(files), (), 0.0, parents=parents)
+        of = tuple(m.as_parent(base, share) for m, share in zip(manifests, shares, strict=True))
+        made = Manifest("", 0, newest.step, ("state_dict",), tuple(files), (), 0.0, parents=of)
         return _commit(target, folder, base, made)
 
 
@@ -198,10 +194,10 @@ def compute_shares(
         first, *later = (ema ** (count - 1 - n) for n in range(count))
         given = [first, *((1 - ema) * each for each in later)]
     given = given or [1.0] * count
-    if len(given) != count or not all(0 <= w < math.inf for w in given) or not sum(given):
+    if len(given) != count or not all(0 < each < math.inf for each in given):
         raise ConfigError(
-            f"weights {given} do not fit the steps {', '.join(map(str, steps))}: pass one number "
-            "for each step, not negative and not all zero"
+            f"weights {given} do not fit the steps {', '.join(map(str, steps))}: pass a positive "
+            "number for each step"
         )
     return [each / sum(given) for each in given]
 

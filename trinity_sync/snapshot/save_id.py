@@ -120,3 +120,23 @@ class Origin(SaveId):
         of_run = self.root, self.run, self.run_key
         of_step = self.step, self.kind, self.roles
         return SaveId(*of_run, *of_step, identity=self.identity, attempt=self.attempt)
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A committed step from which another step was made, or a run has begun."""
+
+    root: str
+    """Real path of its root at that time."""
+    identity: str
+    """Identity of its root."""
+    run: Count
+    step: Count
+    digest: str
+    """`Manifest.weights_digest` of it."""
+    weight: float = 1.0
+    """Its share in a merge; the shares of all parents add up to 1."""
+
+    def __str__(self) -> str:
+        share = "" if self.weight == 1 else f" x {self.weight:.3g}"
+        return f"step {self.step} of run {self.run} in {self.root}{share}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from trinity_sync.errors import FormatError, ManifestError
+from trinity_sync.errors import FormatError, ManifestError, TrinitySyncError
 from trinity_sync.fs.atomic import is_temporary, list_paths, read_uncached, replace_file
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import (
@@ -31,7 +31,8 @@ from trinity_sync.layout import (
     shard_file,
     step_folder,
 )
-from trinity_sync.snapshot.save_id import Export
+from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.save_id import Export, Parent
 from trinity_sync.storage.health import DISTCP, ComponentHealth, FileHealth, sum_up_health
 from trinity_sync.storage.save_timing import SaveTiming
 
@@ -197,26 +198,6 @@ class CallableRecord:
 
 
 @dataclass(frozen=True)
-class Parent:
-    """A committed step from which another step was made."""
-
-    root: str
-    """Real path of its root at that time."""
-    identity: str
-    """Identity of its root."""
-    run: Count
-    step: Count
-    digest: str
-    """`Manifest.weights_digest` of it."""
-    weight: float = 1.0
-    """Its share in a merge; the shares of all parents add up to 1."""
-
-    def __str__(self) -> str:
-        share = "" if self.weight == 1 else f" x {self.weight:.3g}"
-        return f"step {self.step} of run {self.run} in {self.root}{share}"
-
-
-@dataclass(frozen=True)
 class Manifest(Record, format=MANIFEST_FORMAT):
     """The content of a committed step."""
 
@@ -262,6 +243,11 @@ class Manifest(Record, format=MANIFEST_FORMAT):
         """
         weights = [f"{f.path} {f.digest}\n" for f in self.files if f.component in ("model", "dcp")]
         return hashlib.sha256("".join(sorted(weights)).encode()).hexdigest()
+
+    def as_parent(self, root: str | Path, weight: float = 1.0) -> Parent:
+        """Return the step as what another one is made from; ``files`` has those of all ranks."""
+        path, job = str(Path(root).resolve()), read_identity(root)
+        return Parent(path, job, self.run, self.step, self.weights_digest, weight)
 
     @property
     def nbytes(self) -> int:
@@ -492,6 +478,14 @@ def _require_below(
     named += {record.role for record in files if record.role}
     if not all(map(is_below, named)):
         raise _bad(manifest, "names a file outside of the step's folder")
+
+
+def is_parent_there(parent: Parent) -> bool:
+    """Return whether a root has a step now, with the weights that it had."""
+    with suppress(OSError, TrinitySyncError):
+        now = read_manifest(parent.root, parent.step)
+        return now is not None and now.as_parent(parent.root, parent.weight) == parent
+    return False
 
 
 def read_run_number(root: str | Path, step: int) -> int:

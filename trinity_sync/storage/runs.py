@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, RUN_FORMAT, Kind, parse_number
 from trinity_sync.snapshot.job_identity import explain_away, read_identity
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.save_id import Parent, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.save_timing import read_saves
 
@@ -67,6 +67,9 @@ class Run(Record, format=RUN_FORMAT):
     """Run that committed that step; 0 for a fresh start, and for a step that no run committed."""
     left_out: tuple[str, ...] = ()
     """Components of that step that it asked not to load, such as ``actor/optim``."""
+    parents: tuple[Parent, ...] = ()
+    """That step, as it was then; of a fresh start, the steps that the process which began it had
+    loaded with `Checkpoints`."""
 
     @property
     def is_fresh_start(self) -> bool:
@@ -85,6 +88,7 @@ def join_run(
     resumed_from: int,
     resumed_run: int = 0,
     *,
+    parents: Sequence[Parent] = (),
     find_last: Callable[[], int] = lambda: 0,
     before_begin: Callable[[int], object] = lambda number: None,
 ) -> tuple[Run, bool]:
@@ -100,19 +104,21 @@ def join_run(
         if newest and newest.key == key:
             return newest, False
         last = max(newest.number if newest else 0, resumed_run, find_last())
-        run = Run(last + 1, key, resumed_from, resumed_run)
+        run = Run(last + 1, key, resumed_from, resumed_run, parents=tuple(parents))
         before_begin(run.number)
         make_folder(folder)
         if create_file(folder / f"{run.number}.json", encode_record(run)):
             return run, True
 
 
-def record_resume(root: str | Path, run: Run, step: int, resumed_run: int) -> Run:
+def record_resume(
+    root: str | Path, run: Run, step: int, resumed_run: int, parents: Sequence[Parent] = ()
+) -> Run:
     """Record the step that a run resumes from, if a process that loads nothing opened the run.
 
     Otherwise the run would count as a fresh start, and all earlier steps as superseded.
     """
-    resumed = replace(run, resumed_from=step, resumed_run=resumed_run)
+    resumed = replace(run, resumed_from=step, resumed_run=resumed_run, parents=tuple(parents))
     replace_file(_folder(root) / f"{run.number}.json", encode_record(resumed))
     return resumed
 

@@ -41,6 +41,7 @@ OF_FEW = {
     *("LaidOut", "SaveRequest"),  # of adapters: `save_dcp` and `SaveTrigger`
     *("FullTensor", "ImageRef"),  # parts of a version
     *("Reader", "Status"),  # answers of the Synchronizer
+    "Parent",  # what `CheckpointCoordinator.parents` returns
 }
 """Types of public signatures that few callers name."""
 

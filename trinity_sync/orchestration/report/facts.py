@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trinity_sync.layout import Kind
+from trinity_sync.snapshot.save_id import Parent
 from trinity_sync.storage.health import ComponentHealth
-from trinity_sync.storage.manifest import CallableRecord, Parent
+from trinity_sync.storage.manifest import CallableRecord
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]
@@ -43,7 +44,8 @@ class StepRow:
     left_out: tuple[str, ...] = ()
     """Components that its run did not load of the step that it resumed from."""
     parents: tuple[Parent, ...] = ()
-    """Steps whose weights were merged into it, with their shares."""
+    """Steps whose weights were merged into it, with their shares; otherwise those that its run
+    began from."""
     checkpoint_run: int = 0
     """Earlier run whose checkpoint the sync of ``run`` has left in place; 0 for none."""
     nbytes: int = 0
@@ -72,6 +74,11 @@ class StepRow:
     """Pages of its flow runs, as far as the server was asked."""
 
     @property
+    def is_merge(self) -> bool:
+        """Whether it was merged from its parents."""
+        return any(each.weight < 1 for each in self.parents)
+
+    @property
     def is_loadable(self) -> bool:
         """Whether the step is committed and not corrupted."""
         return self.status in ("valid", "superseded")
@@ -98,7 +105,7 @@ class StepRow:
         reason = re.sub(rf"/\S*/global_step_{self.step}/", "", reason)
         why = "" if self.status in ("valid", "not committed") else reason
         lacks = ["weights only"] * bool(self.removed)
-        lacks += [f"merge of {', '.join(str(p.step) for p in self.parents)}"] * bool(self.parents)
+        lacks += [f"merge of {', '.join(str(p.step) for p in self.parents)}"] * self.is_merge
         lacks += [f"model of {role} not exported" for role in self.failed_exports]
         found = latest * bool(self.latest_of), *self.alarms, *lacks, *self.in_use, remote
         return [*filter(None, (*found, why.partition(". Choose another step")[0]))]

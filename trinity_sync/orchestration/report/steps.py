@@ -49,10 +49,11 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
         )
         if found.manifest:
             row = add_manifest(row, found.manifest)
-            left_out = (run.left_out for run in known if run.number == row.run)
+            run = next((run for run in known if run.number == row.run), None)
             row = replace(
                 row,
-                left_out=next(left_out, ()),
+                left_out=run.left_out if run else (),
+                parents=found.manifest.parents or (run.parents if run else ()),
                 in_remote=is_replicated(root, found.manifest) if has_remote else None,
                 metrics=read_metrics(root, found.manifest.run, step),
             )
@@ -75,7 +76,6 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         run=manifest.run,
         kinds=manifest.kinds,
         removed=manifest.removed,
-        parents=manifest.parents,
         checkpoint_run=manifest.checkpoint_run,
         nbytes=manifest.nbytes,
         components=components,
