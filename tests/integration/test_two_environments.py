@@ -165,7 +165,7 @@ def test_commands_about_files_work_in_a_trainers_environment(
     assert "Prefect" not in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("words", ["up", "run ls", "reconcile ."])
+@pytest.mark.parametrize("words", ["up", "run ls", "jobs forget ."])
 def test_a_command_of_the_stack_names_the_extra_in_a_trainers_environment(
     words: str, alone: dict[str, str], tmp_path: Path
 ) -> None:
