@@ -82,11 +82,6 @@ class SaveTiming:
             f"= queue {self.queue_s:.2f} + write {self.write_s:.2f} + commit {self.commit_s:.2f}"
         )
 
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes written per second of the write phase; 0 if nothing was written."""
-        return self.nbytes / self.write_s if self.write_s else 0.0
-
 
 MAX_BYTES = 4 << 20
 """Size in bytes beyond which the older half of the log is dropped."""

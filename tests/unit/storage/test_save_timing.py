@@ -82,7 +82,6 @@ def test_the_manifest_names_the_slowest_rank_of_each_role_and_the_phases(job: Jo
     assert phases == pytest.approx((0.5, 2.0, 0.25), abs=1e-5)
     assert timing.total_s == pytest.approx(manifest.committed_at - timing.submitted_at, abs=1e-5)
     assert (timing.nbytes, timing.ranks, timing.nodes) == (manifest.nbytes, 2, 1)
-    assert timing.bytes_per_s == pytest.approx(manifest.nbytes / 2, rel=1e-5)
 
 
 def test_a_sync_and_the_checkpoint_of_its_step_have_a_timing_each(job: Job) -> None:
