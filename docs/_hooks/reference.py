@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import enum
+import functools
 import html
 import importlib
 import inspect
@@ -364,10 +365,17 @@ def metrics() -> str:
 # ------------------------------------------------------------ messages
 
 
-def messages() -> str:
-    """List the errors by class, with what to do and their messages, then the warnings."""
-    from trinity_sync import errors
+def find_message(quoted: str) -> str:
+    """Return the whole message of which a page quotes a part; ``…`` stands for a value."""
+    raised, logged = _read_messages()
+    pattern = re.compile(".*".join(map(re.escape, quoted.split("…"))), re.DOTALL)
+    found = [text for text in {*logged}.union(*raised.values()) if pattern.search(text)]
+    return max(found, key=lambda text: (len(text), text), default=quoted)
 
+
+@functools.cache
+def _read_messages() -> tuple[dict[str, set[str]], set[str]]:
+    """Return the messages of errors by class, and those of warnings, with ``…`` for values."""
     raised: dict[str, set[str]] = {}
     logged: set[str] = set()
     for path in _modules():
@@ -378,7 +386,14 @@ def messages() -> str:
                     raised.setdefault(called, set()).add(text)
                 elif called in ("logger.warning", "logger.error", "logger.exception"):
                     logged.add(text)
-    parts = []
+    return raised, logged
+
+
+def messages() -> str:
+    """List the errors by class, with what to do and their messages, then the warnings."""
+    from trinity_sync import errors
+
+    (raised, logged), parts = _read_messages(), []
     for name, error in vars(errors).items():
         if inspect.isclass(error) and issubclass(error, errors.TrinitySyncError):
             when = inspect.cleandoc(error.__doc__ or "").split("\n\n")[0]

@@ -10,19 +10,21 @@ import os
 import posixpath
 import re
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import reference
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[2]
-SEARCH = {
-    "contributing/": {"exclude": True},
-    "operations/failures.md": {"boost": 3},
-    "reference/messages.md": {"boost": 2},
-}
-"""What the search ranks: a pasted message leads to what to do, not to how the project is made."""
+SEARCH = {"contributing/": {"exclude": True}}
+"""What the search leaves out: a pasted message leads to what to do, not to how it is made."""
+EXPLAINED = ("operations/failures.html", "reference/messages.html")
+"""Pages that say what to do about a message."""
+_QUOTED: list[tuple[str, str]] = []
+"""Where a page quotes a message, and what it quotes."""
 UNSEEN = ("docs/contributing/invariants.md", "docs/contributing/tests.md")
 """Lists for who changes the code: the site has them as files. ``mkdocs.yml`` excludes them."""
 LONG = 18
@@ -96,7 +98,29 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
     Narrow screens show the cells below each other; on others, a column of long texts is no strip.
     """
-    return re.sub("<table>.*?</table>", _label_cells, html, flags=re.DOTALL)
+    html = re.sub("<table>.*?</table>", _label_cells, html, flags=re.DOTALL)
+
+    def name(quoted: re.Match[str]) -> str:
+        anchor = f"message-{len(_QUOTED)}"
+        _QUOTED.append((f"{page.url}#{anchor}", unescape(quoted[1])))
+        return f'<code class="message" id="{anchor}">{quoted[1]}</code>'
+
+    return re.sub('<code class="message">([^<]*)</code>', name, html)
+
+
+@event_priority(50)  # before the search writes its index
+def on_post_build(config: Any) -> None:
+    """Add what pages quote of messages to the search, with the whole message as the title.
+
+    A pasted message has many words, and more of them are in this title than in a heading.
+    """
+    (search,) = (each for each in config.plugins.values() if hasattr(each, "search_index"))
+    for location, quoted in _QUOTED:
+        title = " ".join(reference.find_message(quoted).replace("…", " ").split())
+        boost = 4 if location.startswith(EXPLAINED) else 1
+        entry = {"location": location, "title": title, "text": quoted, "boost": boost}
+        search.search_index.entries.append(entry)
+    _QUOTED.clear()
 
 
 def _label_cells(table: re.Match[str]) -> str:

@@ -88,6 +88,18 @@ def test_no_page_shows_markdown_that_was_not_understood(site: Path) -> None:
     assert {name: found for name, found in shown.items() if found} == {}
 
 
+def test_the_search_has_each_message_that_is_explained_in_whole(site: Path) -> None:
+    found = json.loads((site / "search/search_index.json").read_text())["docs"]
+    titles = {each["location"]: each["title"] for each in found}
+    for page in ("operations/failures.html", "reference/messages.html"):
+        quoted = re.findall('class="message" id="(.*?)">(.*?)<', (site / page).read_text())
+        assert len(quoted) > 20
+        for anchor, part in quoted:
+            words = html.unescape(part).replace("…", " ").split()
+            assert " ".join(words[:3]) in titles[f"{page}#{anchor}"]
+    assert any(re.match("the saver has ended with.*Its log is", each) for each in titles.values())
+
+
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_pages_fit_a_screen(site: Path, tmp_path: Path, width: int) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
