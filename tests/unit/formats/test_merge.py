@@ -184,7 +184,8 @@ def test_a_merge_is_exported_with_the_config_of_its_newest_source(job: Job, tmp_
         (metadata / "huggingface/model.safetensors").write_text("weights of one step")
         job.stage(step, {"model": model.state_dict()}, metadata=metadata)
         job.commit(step, "model", "metadata")
-    merge_steps(job.root, "1,2", tmp_path / "out")
+    done = merge_steps(job.root, "1,2", tmp_path / "out")
+    assert not [file.path for file in done.files if file.path.endswith(".safetensors")]
     export_step(tmp_path / "out", 2, to=tmp_path / "hf")
     found = load_file(tmp_path / "hf/model.safetensors")
     sources = [model.state_dict() for model in models]
