@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.nodes.joined import MOUNTS_OF_ITS_OWN
 from tests.integration.prefect_api import Api, key_of
 from trinity_sync import Settings
 from trinity_sync.stack.doctor_job import check_root
@@ -25,6 +24,7 @@ with CheckpointCoordinator(sys.argv[1], job={"rank_timeout_s": 2}) as saves:
         saves.save(step, {"model": {"w": torch.full((9,), float(step))}})
         saves.wait_all(90)
 """
+MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
 HIDDEN = "does not see the trainer's"
 
 
