@@ -17,6 +17,7 @@ Steps in quarantine have a policy of their own.
 """
 
 import calendar
+import errno
 import logging
 import time
 import uuid
@@ -41,7 +42,7 @@ from trinity_sync.retention.removal import (
 )
 from trinity_sync.snapshot.job_identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder
+from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder, remove_spares
 from trinity_sync.storage.discovery import (
     iter_committed_steps,
     list_removed_files,
@@ -147,7 +148,14 @@ class RootSteps:
                 for lock in (changes, removal):
                     lock.require_held()
             if not why and reduce:
-                _reduce_to_weights(self.root, step.step, changes.require_held)
+                try:
+                    _reduce_to_weights(self.root, step.step, changes.require_held)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    remove_spares(self.root)
+                    _empty_trash(self.root, keep=0)  # which makes room for the manifest
+                    _reduce_to_weights(self.root, step.step, changes.require_held)
             elif not why:
                 _move_to_trash(self.root, step_folder(self.root, step.step))
                 append_removal(self.root, step.run, step.step, time.time())

@@ -27,6 +27,8 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.retention.removal import RemovalPlan, Rules
+from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import discovery
 from trinity_sync.storage.discovery import (
     find_newest,
@@ -219,6 +221,30 @@ def test_a_killed_reduction_leaves_steps_whole_or_weights_and_the_next_one_finis
         assert kept(root) == {20: "weights", 40: "whole"}
         assert not list_removed_files(root, read_manifest(root, 20))
         assert [*(root / ".trinity_sync/trash").iterdir()] == []
+
+
+@pytest.mark.parametrize("models", ["every=20", "all"], ids=["by removed steps", "by spares"])
+def test_a_full_disk_gets_room_for_the_manifests_of_weights(
+    small_disk: Path, spool_folder: Path, models: str
+) -> None:
+    root = small_disk / "ckpts"
+    root.mkdir()
+    open_identity(root)
+    job = Job(root, open_job_spool(spool_folder, root))
+    open_run(root, "first", 0)
+    for step in (10, 20, 30):
+        save(job, step)
+    for stager in job.stagers.values():
+        stager.close()
+    if models == "all":  # which removes no step
+        (spares := root / ".trinity_sync/spare").mkdir()
+        (spares / "left").write_bytes(bytes(1 << 20))
+    room = shutil.disk_usage(small_disk).free
+    (small_disk / "other").write_bytes(bytes(room))
+    done = prune(root, models=models)
+    assert [each.step for each, _ in done.reduced] == ([20] if done.removed else [10, 20])
+    assert Checkpoints(root).steps() == [30]
+    assert Checkpoints(root).steps("state_dict") == [*[10] * (not done.removed), 20, 30]
 
 
 def test_a_save_of_the_step_makes_it_whole_again(saved: Job) -> None:
