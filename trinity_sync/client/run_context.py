@@ -124,7 +124,8 @@ class RunContext:
                     self._unwritable = error.__cause__
             names = {f"{role}/{name}" for role in left_out for name in left_out[role]}
             if self._run and names != {*list_left_out(self._run, left_out)}:
-                self._run = record_left_out(self._root, self._run, left_out, names)
+                with suppress(OSError):  # the disk is full: what was loaded is good
+                    self._run = record_left_out(self._root, self._run, left_out, names)
             return self._run
 
     def join(self, run: Run | None) -> None:

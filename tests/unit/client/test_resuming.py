@@ -16,9 +16,11 @@ from tests.support.disk import flip_a_byte
 from tests.support.job import Job, mapped_nbytes
 from tests.unit.conftest import Open
 from trinity_sync.client.checkpoints import Checkpoints
+from trinity_sync.client.run_context import RunContext
 from trinity_sync.errors import CommitError, ConfigError, SaveError, SupersededError
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.orchestration.report.steps import read_step
+from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.storage.discovery import read_step_state, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
@@ -376,6 +378,18 @@ def test_the_record_of_a_run_says_what_it_left_out_of_each_role(
     assert read_step(whole_step, 40).left_out == ()
     coordinator_of(run_key="third").load(40)
     assert find_newest_run(whole_step).left_out == ()
+
+
+def test_a_load_of_one_component_more_does_not_need_the_room_of_a_record(small_disk: Path) -> None:
+    root = small_disk / "ckpts"
+    root.mkdir()
+    open_identity(root)
+    run = RunContext(root, "run")
+    run.begin_at(40, {"actor": ["extra_state", "optim"]})
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    run.begin_at(40, {"actor": ["extra_state"]})
+    run.close()
+    assert find_newest_run(root).left_out == ("actor/extra_state", "actor/optim")
 
 
 def test_a_component_that_a_step_lacks_is_refused_with_those_that_it_has(
