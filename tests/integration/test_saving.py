@@ -315,7 +315,7 @@ def test_bad_parameters_are_rejected_with_a_sentence(
 def test_a_save_that_no_worker_begins_is_committed_by_the_saver_and_its_run_says_so(
     stack: StackState, stack_settings: Settings, api: Api, root: Path
 ) -> None:
-    settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 1.0})
+    settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 5.0})
     worker = find_part(stack_settings, "worker")
     worker.suspend()
     try:

@@ -53,5 +53,6 @@ def test_a_machine_that_cannot_save_is_told_by_the_exit_code(tmp_path: Path) -> 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     own = {"MASTER_PORT": "0", "TRINITY_SYNC_SPOOL": f"{tmp_path}/spool", "TMPDIR": f"{tmp_path}"}
     main = "import runpy; runpy.run_module('trinity_sync.selftest', run_name='__main__')"
-    said = Program(main, "--mib", 1, env=os.environ | alone | own).end(1)
+    arguments = ("--mib", 1, "--json", tmp_path / "found.json")
+    said = Program(main, *arguments, env=os.environ | alone | own).end(1)
     assert "FAILED  ranks               SpoolError: " in said

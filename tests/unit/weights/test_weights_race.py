@@ -17,7 +17,7 @@ from tests.support.weights import VersionFile, upload
 from trinity_sync.weights.reader import WeightReader
 
 RANKS = 2
-VERSIONS = 200
+VERSIONS = 120
 NUMEL = 1 << 18
 
 
@@ -74,7 +74,7 @@ def test_readers_get_whole_versions_and_never_an_older_one(
     until(lambda: all(lines(log) for log, _ in readers), "all readers", pause=0.005)
     for step in range(2, VERSIONS + 1):
         versions.tell(upload(job, step, *states(step)))
-        if step % 60 == 0 and step < VERSIONS:
+        if step % 30 == 0 and step < VERSIONS:
             log, process = readers[-1]
             until(lambda log=log: len(lines(log)) > 1, "a second version", pause=0.005)
             os.kill(process.pid, signal.SIGKILL)
