@@ -318,15 +318,14 @@ ENDS_S = 30.0
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves behind what the next one would find.
 
-    New variables with other names than ours are set by imports. What tests of stacks leave behind
-    is looked for when their stack ends: its parts come and go with them. torch gets its number of
-    threads again.
+    New variables with other names than ours are set by imports. Processes and spools that tests of
+    stacks leave behind are looked for when their stack ends: its parts come and go with them. torch
+    gets its number of threads again.
     """
-    if any(Path(__file__).parent / suite in request.path.parents for suite in OF_STACKS):
-        yield
-        return
+    of_stack = any(Path(__file__).parent / suite in request.path.parents for suite in OF_STACKS)
     variables, modules, settings = dict(os.environ), dict(sys.modules), _read_settings()
-    living, torch = _find_living(), "torch.distributed" in sys.modules and sys.modules["torch"]
+    living = set() if of_stack else _find_living()
+    torch = "torch.distributed" in sys.modules and sys.modules["torch"]
     threads = torch and torch.get_num_threads()
     yield
     if torch:
@@ -345,7 +344,10 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left += [f"module {name}" for name in replaced if name.partition(".")[0] != "transformers"]
     os.chdir(str(settings["current folder"]))
     end = time.monotonic() + ENDS_S
-    while (more := _describe(_find_living() - living, living)) and time.monotonic() < end:
+    more: list[str] = []
+    while not of_stack and (more := _describe(_find_living() - living, living)):
+        if time.monotonic() > end:
+            break
         time.sleep(0.02)
     assert not left + more
 

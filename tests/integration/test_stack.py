@@ -444,8 +444,10 @@ def test_a_server_of_our_own_is_not_exchanged_for_another(
 
 @pytest.mark.parametrize("wrong", ["{server}", "{server}/nothing", "not a url", "http://[::"])
 def test_an_address_that_is_no_prefect_api_is_named(
-    stack: StackState, stack_settings: Settings, wrong: str
+    stack: StackState, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
+    for name in ("NO_PROXY", "no_proxy"):  # get the host
+        monkeypatch.setenv(name, "")
     url = wrong.format(server=stack.api_url.removesuffix("/api"))
     with pytest.raises(StackError) as caught:
         deploy.deploy(StackSettings(), url)
