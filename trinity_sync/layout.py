@@ -103,8 +103,8 @@ def refuse_url(root: str | Path) -> None:
         raise ConfigError("the root is empty, as is a variable without a value; pass a folder")
     if not _is_utf8(Path(root).absolute()) or not is_path(str(root)):
         raise ConfigError(
-            f"root {str(root)!r} has a NUL or bytes that are not valid UTF-8, which Prefect and "
-            "the catalog do not support; rename the folder"
+            f"root {str(root)!r} has a NUL or bytes that are not valid UTF-8, which records and "
+            "messages do not support; rename the folder"
         )
     if url := _URL.fullmatch(str(root)):
         raise ConfigError(

@@ -185,7 +185,8 @@ class RunContext:
         if self._run and self._run.resumed_from != step:
             raise ConfigError(
                 f"this run of {self._root} began at step {self._run.resumed_from} and cannot "
-                f"begin again at step {step}; load before the first save"
+                f"begin again at step {step}; load before the first save; "
+                "to only read a step: Checkpoints(root).load"
             )
         return self._run is not None
 

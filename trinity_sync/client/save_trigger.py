@@ -242,9 +242,9 @@ class SaveTrigger:
                     found[request.key] = str(unreadable[0])
                 elif request.components:
                     found[request.key] = (
-                        f"its images in {spool.folder} were evicted for later steps before a flow "
-                        f"run or the saver had {'written' if has_begun else 'begun'} it. Save at "
-                        "longer intervals, or see: trinity-sync status"
+                        f"its images in {spool.folder} were evicted for later steps before its "
+                        f"save had {'written' if has_begun else 'begun with'} them. Save at longer "
+                        "intervals, or see: trinity-sync status"
                     )
                 else:
                     found[request.key] = (

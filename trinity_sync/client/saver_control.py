@@ -309,6 +309,6 @@ def find_saver(folder: Path) -> tuple[Serving, str]:
     except (OSError, ValueError) as error:  # those of other jobs are committed
         warn_once(
             f"{folder / SERVED} cannot be read ({error}), so images in its folder are not saved "
-            "until the job's next save, or a worker, writes it again"
+            "until it is written again, by the job's next save at the latest"
         )
     return math.inf, ""

@@ -113,8 +113,7 @@ ORDER = (
     COMMIT,
     Part(
         "release_nodes",
-        says="is committed; cannot free its slots on another node until a worker there does, or "
-        "later saves evict them",
+        says="is committed; cannot free its slots on another node, where later saves evict them",
     ),
     UPLOAD,
     Part(

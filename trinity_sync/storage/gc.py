@@ -174,7 +174,7 @@ def remove_temporaries(
                 continue
             name = path.relative_to(root).as_posix()
             if busy is None:
-                why = "the Prefect server does not answer whether a flow run writes it"
+                why = "it is not known here whether a save in flight writes it"
                 yield Finding(str(root), name, "left", why)
             elif step not in busy:
                 remove_tree(path)

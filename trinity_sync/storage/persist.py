@@ -182,8 +182,8 @@ def _write(
     except OSError as error:
         raise SaveError(
             f"{save} is not committed: cannot write {ticket.what} to "
-            f"{error.filename or save.folder}: {error.strerror}. Repair that and save it again "
-            "or retry its flow run; the image stays in the spool.",
+            f"{error.filename or save.folder}: {error.strerror}. Repair that; the image "
+            f"stays in the spool: trinity-sync retry {save.root} {save.step}",
             path=Path(error.filename or save.folder),
             rank=ticket.rank,
         ) from error

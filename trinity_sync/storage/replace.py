@@ -220,7 +220,7 @@ def make_missing_file_error(file: Written, final: str) -> SaveError:
     return SaveError(
         f"{final}, {where}is missing on the node of the commit. If each node has its own disk at "
         "the root, choose a root that all nodes share; otherwise something removed the file: retry "
-        "the flow run."
+        "the save."
     )
 
 

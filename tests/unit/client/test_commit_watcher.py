@@ -347,7 +347,7 @@ def test_a_wait_ends_whose_save_was_begun_by_a_worker_that_is_dead(job: Job, wha
     if what.startswith("its"):
         job.persist(1)
         job.stage(3, {"model": {"w": torch.zeros(3)}})
-        ended = ["evicted for later steps before a flow run or the saver had written it"]
+        ended = ["evicted for later steps before its save had written them"]
     else:
         for step in (1, 2):
             job.commit(step)

@@ -212,7 +212,7 @@ def test_temporary_files_are_left_while_no_server_can_be_asked(
     assert run(job, settings) == []
     (finding,) = run(job, settings, later_s=LATER_S)
     assert (finding.state, temporary.exists()) == ("left", True)
-    assert "does not answer" in finding.why
+    assert "not known here" in finding.why
 
 
 def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> None:

@@ -188,6 +188,26 @@ def literals(path: Path) -> Iterator[str]:
             yield node.value
 
 
+def test_no_message_of_what_saves_without_a_stack_names_its_parts() -> None:
+    packages = ("fs", "tensors", "snapshot", "storage", "saves", "pipeline", "retention", "remote")
+    paths = [path for path in CODE if path.parent.name in packages]
+    paths += [REPOSITORY / f"trinity_sync/{name}.py" for name in ("saver", "layout", "errors")]
+    assert len(paths) > 60
+    found = [
+        (path.name, node.value)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.search(r"Prefect |flow run|\bworkers? ", node.value) and "\n" not in node.value
+    ]
+    assert [each for each in found if not is_docstring(each[1])] == []
+
+
+def is_docstring(text: str) -> bool:
+    """Whether a text of one line is a sentence of its own, as no part of a message is."""
+    return text[:1].isupper() and text.endswith(".")
+
+
 def parts_of(message: str) -> list[str]:
     """Return the texts around the values of a message, which stand as ``…`` in a document."""
     return [part.strip() for part in message.split("…") if part.strip()]
