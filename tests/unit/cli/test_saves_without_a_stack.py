@@ -285,6 +285,9 @@ def test_where_all_is_well_no_command_is_red_or_speaks_of_a_stack(
         "wait {}",
         "report {}",
         "jobs ls",
+        "verify {}",
+        "reconcile {}",
+        "readers {}",
     ]
     for line in lines:
         done = run(job, *line.format(job.root).split())
