@@ -152,7 +152,7 @@ class Job:
     def kill(self) -> None:
         """Forget the stagers, as a process that is killed, whose threads end with it."""
         for stager in self.stagers.values():
-            stager._end_beside()
+            stager.memory.close()
         self.stagers.clear()
 
     def commit_states(self, step: int, states: dict[str, Any], **other: Any) -> Manifest:

@@ -141,8 +141,7 @@ class Look(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         if not self.sizes and self.saves._saves and self.saves._saves._coordinator:
             coordinator = self.saves._saves.coordinator
-            assert coordinator._stager._beside
-            coordinator._stager._beside[1].join()
+            coordinator._stager.memory.run(looks=False)
             names = ("dcp",) if self.saves._saves.is_sharded else ("model", "optim")
             slots = {n: coordinator.spool.slot("actor", n, coordinator.rank, 0) for n in names}
             self.sizes = {name: mapped_nbytes(slot) for name, slot in slots.items()}

@@ -140,8 +140,7 @@ class Look(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if state.global_step == 0 and self.saves._saves:
             coordinator = self.saves._saves.coordinator
-            assert coordinator._stager._beside
-            coordinator._stager._beside[1].join()
+            coordinator._stager.memory.run(looks=False)
             slots = [coordinator.spool.slot("actor", name, 0, 0) for name in ("model", "optim")]
             self.sizes = [mapped_nbytes(slot) for slot in slots]
 

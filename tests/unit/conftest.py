@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.job import Job
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.fs import memory
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
@@ -70,6 +71,27 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system: {made.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)  # memory of it may be mapped
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group below that of this process, whose memory can be limited by `set_limit`."""
+    for _, _, own in memory._list_groups():
+        try:
+            (made := own / "trinity_sync-test").mkdir(exist_ok=True)
+            set_limit(made, 1 << 40)
+        except OSError:
+            continue
+        yield made
+        made.rmdir()
+        return
+    pytest.skip("no control group with a memory limit can be made here")
+
+
+def set_limit(group: Path, nbytes: int) -> None:
+    """Set the memory limit of a control group."""
+    files = [group / names[0] for names in memory._FILES.values()]
+    next(filter(Path.exists, files)).write_text(str(nbytes))
 
 
 @pytest.fixture(scope="module")

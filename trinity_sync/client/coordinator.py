@@ -475,7 +475,7 @@ class CheckpointCoordinator(Collaborators):
             role: role of the images.
 
         Raises:
-            SpoolFullError: the spool is too small; the message says how many bytes are needed.
+            SpoolFullError: one image of each does not fit; the message says how many bytes are needed.
         """
         self._require_own_process()
         check_components("prewarm", sizes, COMPONENTS)
@@ -485,13 +485,13 @@ class CheckpointCoordinator(Collaborators):
         self._stager.prewarm(lambda: images)
 
     def require_room(self, nbytes: int) -> None:
-        """Check that all slots of this node's ranks fit into the spool, and log the bytes.
+        """Check that images of this node's ranks fit into the spool, and log the bytes of all slots.
 
         Args:
             nbytes: bytes of one image of each component of a rank, in total.
 
         Raises:
-            SpoolFullError: they do not fit; the message says how many bytes are needed.
+            SpoolFullError: one slot each does not fit; the message says how many bytes are needed.
         """
         self._stager.require_room(nbytes)
 

@@ -52,6 +52,8 @@ class StepLoader:
     places: Sequence[NodeRanks]
     begin_commits: Callable[[], None]
     stager: Stager
+    roles: set[str] = field(default_factory=set)
+    """Roles that this process has loaded; others may be those of other processes."""
     is_collective: bool = False
     """Whether all ranks of the default process group find and load steps together."""
     unread: dict[str, set[str]] = field(default_factory=dict)
@@ -126,6 +128,7 @@ class StepLoader:
                 # from here on, retention spares the step for this run
                 self.begin_at(step, {role: unread if only else ()})
             yield states
+        self.roles.add(role)
         self.prewarm_as(step, manifest)
 
     def require_can_begin_at(self, step: int, wait: Callable[[], object], *, whole: bool) -> None:
@@ -150,7 +153,10 @@ class StepLoader:
         self.run.join(self.run_on_rank_0(step, lambda: self.run.begin_at(step, left_out)))
 
     def prewarm_as(self, step: int, manifest: Manifest | None = None) -> None:
-        """Touch memory for images as large as this rank's of a step, beside the training."""
+        """Touch memory for images as large as this rank's of a step, beside the training.
+
+        Those of the roles that it has loaded, or of all if other code has loaded them.
+        """
 
         def find() -> list[tuple[str, str, int, int]]:
             found = manifest or read_manifest(self.root, step, ranks=[self.rank])
@@ -159,6 +165,7 @@ class StepLoader:
                 (each.role, each.component, each.rank, each.nbytes)
                 for each in (found.files if found else ())
                 if each.is_shard and (each.rank, each.world_size) == own
+                if each.role in self.roles or not self.roles
             ]
             self.stager.require_room(sum(nbytes for *_, nbytes in images))
             return images

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from trinity_sync.fs.mounts import find_mount
 
+_SPARE = 1 << 30
+"""Bytes, or a thirty-second, of a memory limit that images leave to the training."""
+_UNLIMITED = 1 << 60
 _PROC = Path("/proc/self")
 _FILES = {
     "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -44,8 +47,26 @@ def find_room(folder: Path) -> Room:
     for group, left in _iter_limits():
         if left < room.nbytes:
             enlarge = f"The memory limit of {group} counts shared memory: raise it (--memory)"
-            room = Room(left, enlarge)
+            room = Room(max(0, left), enlarge)
     return room
+
+
+def find_shortage(more: int = 0) -> str:
+    """Return what is short of memory once ``more`` bytes are taken, as a part of a sentence.
+
+    Empty if no memory limit of this process is near, and its processes have not all waited for
+    memory for a tenth of the last ten seconds (PSI, the kernel's pressure stall information).
+    """
+    groups = dict(_iter_limits())
+    for group, left in groups.items():
+        if left < more:
+            return f"the memory limit of {group} is near"
+    for file in (_PROC.parent / "pressure/memory", *(g / "memory.pressure" for g in groups)):
+        with suppress(OSError, ValueError, IndexError):  # no such file, as before Linux 4.20
+            full = file.read_text().splitlines()[1].split()
+            if float(full[1].removeprefix("avg10=")) >= 10:
+                return f"processes wait for memory ({file}: {full[1]})"
+    return ""
 
 
 def measure_ray_stores(folder: Path) -> int:
@@ -56,7 +77,7 @@ def measure_ray_stores(folder: Path) -> int:
     left, device = dict[int, int](), folder.stat().st_dev
     for name in Path("/proc").glob("[0-9]*/comm"):
         with suppress(OSError):  # the process has ended, or is another user's
-            for fd in (name.parent / "fd").iterdir() if name.read_text() == "raylet\n" else ():
+            for fd in (name.parent / "fd").iterdir() if name.read_bytes() == b"raylet\n" else ():
                 found = fd.stat()
                 if found.st_dev == device:
                     left[found.st_ino] = max(0, found.st_size - found.st_blocks * 512)
@@ -64,16 +85,18 @@ def measure_ray_stores(folder: Path) -> int:
 
 
 def _iter_limits() -> Iterator[tuple[Path, int]]:
-    """Yield each control group of this process, and the bytes that its limit leaves."""
+    """Yield each control group of this process with a limit, and the bytes it leaves to images."""
     for kind, point, folder in _list_groups():
         limit_file, used_file, cached = _FILES[kind]
         for group in [folder, *folder.parents]:
             with suppress(OSError, ValueError):  # no limit: "max", or no such file
                 limit = int((group / limit_file).read_text())
-                lines = (group / "memory.stat").read_text().splitlines()
-                counts = dict(line.split(" ", 1) for line in lines)
-                free = limit - int((group / used_file).read_text())
-                yield group, max(0, free + sum(int(counts.get(name, 0)) for name in cached))
+                if limit < _UNLIMITED:
+                    lines = (group / "memory.stat").read_text().splitlines()
+                    counts = dict(line.split(" ", 1) for line in lines)
+                    used = int((group / used_file).read_text())
+                    free = limit - used + sum(int(counts.get(name, 0)) for name in cached)
+                    yield group, free - min(limit // 32, _SPARE)
             if group == point:
                 break
 

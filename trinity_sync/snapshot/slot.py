@@ -49,6 +49,7 @@ REMOVE_S = 60.0
 """Seconds to wait for another process that is removing the slot."""
 _ROUND_TO = 2 << 20  # grow by 2 MiB, so that a state that grows a little needs no new mapping
 _PART = 4 << 20  # bytes between two looks at whether a save needs the slot
+_RESERVE = 64 << 20  # the same while memory is reserved
 _NAME = 64  # bytes at the end of the file for the name of the image
 
 
@@ -83,9 +84,9 @@ class Slot:
         return self._tag.exists()
 
     @property
-    def has_memory(self) -> bool:
-        """Whether memory is reserved for the slot."""
-        return self.file.fd >= 0 and os.fstat(self.file.fd).st_blocks > 0
+    def reserved(self) -> int:
+        """Bytes of memory that are reserved for the slot."""
+        return os.fstat(self.file.fd).st_blocks * 512 if self.file.fd >= 0 else 0
 
     @property
     def failed(self) -> bool:
@@ -153,18 +154,18 @@ class Slot:
         os.pwrite(self.file.fd, self._filled, len(memory) - len(self._filled))
         return memory
 
-    def image(self, nbytes: int) -> torch.Tensor:
+    def image(self, nbytes: int, ended: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """Return the slot's memory as a ``uint8`` tensor with at least ``nbytes`` elements.
 
-        Pages of new memory are mapped by `touch`, or by whoever writes to them first.
+        Once ``ended`` is true, it is the memory that it has. Pages of new memory are mapped by
+        `touch`, or by whoever writes to them first.
 
         Raises:
             SpoolFullError: the spool has no room for it; nothing was changed.
         """
-        fd = self.file.fd
-        size = max(-(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO, os.fstat(fd).st_size)
-        if len(self._image) != size:
-            allocate_slot(fd, self.path, size)
+        size = -(-(nbytes + _NAME) // _ROUND_TO) * _ROUND_TO
+        size = max(size, os.fstat(self.file.fd).st_size)
+        if len(self._image) != size and allocate_slot(self.file.fd, self.path, size, ended):
             self._unmap()
             # a mapping lives as long as its last view
             memory = self.file.map(size, writable=True, populate=not CAN_MAP_PAGES)
@@ -185,14 +186,14 @@ class Slot:
             if not self.try_lock():
                 return
             try:
-                self.image(nbytes)
+                self.image(nbytes, ended)
             finally:
                 self.unlock()
         image = self._image
         for part in () if self.is_mapped else image.split(_PART):
             if ended() or not map_pages(part.data_ptr(), len(part)):
                 return
-        self.is_mapped = image is self._image
+        self.is_mapped = image is self._image and len(image) > 0
         if torch.cuda.is_initialized() and not self._pinned and self.try_lock(shared=True):
             try:
                 self.pin()
@@ -211,6 +212,7 @@ class Slot:
     def _unmap(self) -> None:
         self._unpin()
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.is_mapped = False
         self.laid_out = None
 
     def pin(self) -> None:
@@ -259,19 +261,26 @@ def _kept(path: Path) -> LockFile:
         file.close()
 
 
-def allocate_slot(fd: int, path: Path, size: int) -> None:
+def allocate_slot(fd: int, path: Path, size: int, ended: Callable[[], bool]) -> bool:
     """Reserve memory for the slot, so that touching it cannot fail later.
+
+    It takes as long as some copies, so it ends once ``ended`` is true. Return whether all is there.
 
     Raises:
         SpoolFullError: there is no room.
     """
     have = os.fstat(fd).st_blocks * 512
+    if have >= size:
+        return True
     remove_replaced_spools(JobSpool(path.parent), nbytes=size - have)
     room = find_room(path.parent)
     try:
         if size - have > room.nbytes:  # beyond a memory limit, the kernel would end this process
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(fd, 0, size)
+        for start in range(0, size, _RESERVE):
+            if ended():
+                return False
+            os.posix_fallocate(fd, start, min(_RESERVE, size - start))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -280,3 +289,4 @@ def allocate_slot(fd: int, path: Path, size: int) -> None:
             f"more bytes and {room.nbytes:,} are free. {room.enlarge}, or set TRINITY_SYNC_SPOOL "
             "to another folder in memory, or TRINITY_SYNC_SLOTS=1."
         ) from error
+    return True

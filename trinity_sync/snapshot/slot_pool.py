@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,10 +36,12 @@ WEIGHTS_WAIT_S = 10.0
 two; with two slots, an image is rarely younger when the next version needs its slot."""
 WEIGHTS_LIMIT_S = 30.0
 """Seconds for which a save of weights waits for a slot, at most: the next version comes soon."""
-IDLE_SAVES = 10
-"""Saves of a component without its second slot, after which the slot's memory is given back."""
 LONG_WAIT_S = 5.0
 """Seconds after which a warning says what a save waits for."""
+
+
+SlotKey = tuple[str, str, int]
+"""Role, component and rank of a component's slots."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,7 @@ class SlotPool:
         self._wait_s = wait_s
         self._clock = clock
         self._on_long_wait = on_long_wait
-        self._slots: dict[tuple[str, str, int], list[Slot]] = {}
-        self._unused = Counter[Slot]()
-        """Images of its component that were filled since a slot was used."""
+        self.slots: dict[SlotKey, list[Slot]] = {}
 
     def wait_at_most(self, seconds: float) -> None:
         """Lower the time in seconds that `acquire` waits for a slot."""
@@ -101,24 +100,24 @@ class SlotPool:
 
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""
-        for slots in self._slots.values():
+        for slots in self.slots.values():
             for slot in slots:
                 slot.close(remove=True)
-        self._slots.clear()
+        self.slots.clear()
 
     def list_slots(self, role: str, component: str, rank: int) -> list[Slot]:
         """Return the slots of a rank's component, with those that an earlier process added."""
         self._spool.make()
         key = (role, component, rank)
-        if key not in self._slots:
+        if key not in self.slots:
             slots = []
             for number in itertools.count():
                 path = self._spool.slot(*key, number)
                 if number >= self._count and not path.exists():
                     break
                 slots.append(Slot(path))
-            self._slots[key] = slots
-        return self._slots[key]
+            self.slots[key] = slots
+        return self.slots[key]
 
     def find_next(self, role: str, component: str, rank: int) -> Slot | None:
         """Return the slot that the next image is to fill, or None if none is free."""
@@ -129,7 +128,7 @@ class SlotPool:
 
         None if there is none, or if another trainer has overwritten the image.
         """
-        for slot in self._slots.get((origin.role, component, origin.rank), ()):
+        for slot in self.slots.get((origin.role, component, origin.rank), ()):
             if slot.holds and origin.is_of_step(slot.holds) and slot.try_lock(shared=True):
                 # another trainer may have filled the slot
                 if slot.holds and origin.is_of_step(slot.holds):
@@ -139,7 +138,7 @@ class SlotPool:
 
     def find_image(self, origin: Origin, component: str) -> str | None:
         """Return the random name of the image that `hold_image` finds; the slot is not locked."""
-        slots = self._slots.get((origin.role, component, origin.rank), ())
+        slots = self.slots.get((origin.role, component, origin.rank), ())
         return next((s.holds.image for s in slots if s.holds and origin.is_of_step(s.holds)), None)
 
     def free_others(self, origin: Origin, images: Collection[str]) -> None:
@@ -147,7 +146,7 @@ class SlotPool:
 
         ``images`` are the random names of those that stay.
         """
-        slots = {slot.path: slot for slots in self._slots.values() for slot in slots}
+        slots = {slot.path: slot for slots in self.slots.values() for slot in slots}
         for sealed in self._spool.read_step(origin.run, origin.step)[0]:
             ticket = sealed.ticket
             same = origin.is_of_step(ticket) and ticket.kind == origin.kind
@@ -168,19 +167,23 @@ class SlotPool:
         The slot holds no sealed image.
 
         Raises:
+            SpoolFullError: the spool has no room for it, and no other slot can become free.
             SpoolError: no slot became free in time.
         """
         slots = self.list_slots(origin.role, component, origin.rank)
         start, may_add, warned = time.monotonic(), True, False
+        full = set[Slot]()
         is_checkpoint = origin.kind == "checkpoint"
         while True:  # `wait_at_most` may lower the limit meanwhile
             limit_s = self._wait_s if is_checkpoint else min(self._wait_s, WEIGHTS_LIMIT_S)
             waited = time.monotonic() - start
             free = _list_free(slots)
             for slot in free:
-                if slot.try_lock():
-                    if slot.free:
+                if slot not in full and slot.try_lock():
+                    if slot.free and self._reserve(slot, nbytes, waits=len(free) < len(slots)):
                         return slot, waited
+                    if slot.free:
+                        full.add(slot)
                     slot.unlock()
             held = {slot: self._look(slot, origin) for slot in slots if slot not in free}
             in_use = not free and all(held[slot].outlives(origin) for slot in slots)
@@ -218,15 +221,17 @@ class SlotPool:
             call_held_handlers()
             time.sleep(0.002)
 
-    def list_idle(self, origin: Origin, component: str, used: Slot) -> list[Slot]:
-        """Return the slots with memory that the saves of a component do without for long.
-
-        ``used`` is the slot of the image that has just been filled.
-        """
-        slots = self.list_slots(origin.role, component, origin.rank)
-        self._unused.update(slots)
-        self._unused[used] = 0
-        return [each for each in slots if self._unused[each] >= IDLE_SAVES and each.has_memory]
+    def _reserve(self, slot: Slot, nbytes: int, *, waits: bool) -> bool:
+        """Reserve memory for an image; return False if there is none, and the image ``waits``."""
+        try:
+            slot.image(nbytes)
+            return True
+        except SpoolFullError as error:
+            if waits:
+                logger.warning("Waiting for the image in another slot instead: %s", error)
+                return False
+            slot.unlock()
+            raise
 
     def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
         """Add a slot, locked, because all free slots are in use; None if there is no room."""
@@ -267,7 +272,7 @@ class SlotPool:
             and slot.holds.kind == "checkpoint"
             and image in slot.holds.shared.values()
             and not (slot.free or slot.failed)
-            for slots in self._slots.values()
+            for slots in self.slots.values()
             for slot in slots
         )
 

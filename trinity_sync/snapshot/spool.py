@@ -277,11 +277,11 @@ class JobSpool:
             with suppress(FileNotFoundError), closing(LockFile(slot, os.O_RDWR)) as file:
                 try_remove_slot(file, slot)
 
-    def require_room(self, nbytes: int) -> None:
+    def require_room(self, nbytes: int, *, slots: int = 1, raises: bool = True) -> None:
         """Check that images of ``nbytes`` bytes in total will fit, and log how many can be had.
 
-        Slots of an earlier run count as free, because they are reused. That Ray's object store may
-        need the memory is a warning.
+        Slots of an earlier run count as free, because they are reused. That not all ``slots`` fit,
+        or that Ray's object store may need the memory, is a warning, and without ``raises`` all is.
 
         Raises:
             SpoolFullError: they do not fit; the message says how many bytes are needed.
@@ -289,20 +289,22 @@ class JobSpool:
         """
         self.make()
         mine = sum(p.stat().st_blocks * 512 for p in list_paths(self.folder, f"*{SLOT_SUFFIX}"))
-        remove_replaced_spools(self, nbytes=nbytes - mine)
         room, store = find_room(self.folder), measure_ray_stores(self.folder)
+        needed, had = slots * nbytes, room.nbytes + mine
         found = (
-            f"the images of this job need {nbytes:,} bytes in spool {self.folder}, where "
-            f"{room.nbytes + mine:,} can be had"
+            f"the images of this job need {needed:,} bytes in spool {self.folder}, where {had:,} "
+            "can be had"
         )
         found += f", of which Ray's object store may take {store:,}" if store else ""
         todo = (
             f". {room.enlarge}, or set TRINITY_SYNC_SPOOL to another folder in memory, or "
             "TRINITY_SYNC_SLOTS=1."
         )
-        if nbytes > room.nbytes + mine:
+        if nbytes > had and raises:
             raise SpoolFullError(found + todo)
-        lacks = nbytes > room.nbytes + mine - store
+        if needed > had >= nbytes:
+            found += ": a save waits for the commit of the one before"
+        lacks = needed > had - store
         logger.log(logging.WARNING if lacks else logging.INFO, found + todo * lacks)
 
 

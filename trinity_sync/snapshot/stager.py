@@ -6,28 +6,26 @@ This is the whole cost of a save for the training loop. `Stager.lay_out` plans t
 
 import errno
 import logging
-import os
-import threading
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from trinity_sync.errors import ImageError, SpoolError, TrinitySyncError, describe_error
+from trinity_sync.errors import ImageError, SpoolError, describe_error
 from trinity_sync.layout import Component, check_number, shard_file
 from trinity_sync.snapshot.image import ALIGNMENT, LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.mutation_guard import MutationGuard, has_samples
 from trinity_sync.snapshot.packed import Packed
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_pool import SlotPool
+from trinity_sync.snapshot.slot_memory import SlotMemory
+from trinity_sync.snapshot.slot_pool import SlotKey, SlotPool
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (
     Ticket,
@@ -45,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 METADATA: Component = "metadata"
 ATTACHMENTS: Component = "attachments"
-BESIDE = "trinity_sync slots"
-"""Name of the thread that works on slots beside the training."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +123,12 @@ class Stager:
         on_long_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
-        self._spool, self._images = spool, slots * ranks
+        self._spool, self._ranks, self._slots = spool, ranks, slots
+        self._has_required_room = False
         self.slots = SlotPool(spool, slots, slot_wait_s, clock, on_long_wait)
         self._layouts: dict[tuple[str, str, int], tuple[int, Layout | None]] = {}
         """Step and layout of the last image, by role, component and rank."""
-        self._beside: tuple[threading.Event, threading.Thread] | None = None
-        """Thread that works on slots until the next save, and what ends it."""
+        self.memory = SlotMemory(self.slots, spool.folder, clock)
         self.waiting_since: float | None = None
         """When the trainer began to wait for an overlapped copy (`time.perf_counter`), which the
         tickets count as a stall; None if it does not wait."""
@@ -171,7 +167,7 @@ class Stager:
             ImageError: a state cannot be pickled; the message names the key.
         """
         began = time.perf_counter() if began is None else began
-        self._end_beside()
+        self.memory.interrupt()
         plan = StagePlan(origin, began, overlap, seals, again)
         self.waiting_since = None
         for name in also:
@@ -251,19 +247,20 @@ class Stager:
         """
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
-        idle, fresh = list[Slot](), list[Slot]()
+        fills: list[tuple[SlotKey, Slot, int]] = []
         with _name_unwritable(plan.origin), plan.locks, use_device(plan.computed):
+            if not self._has_required_room:
+                self.require_room(plan.nbytes, raises=False)  # `acquire` does if nothing else helps
             for part in plan.parts:
                 if part.staged_in:
                     filled.append((part.staged_in, self._ticket(plan, part)))
                     continue
                 slot, seconds = self.slots.acquire(plan.origin, part.component, part.layout.nbytes)
                 plan.locks.callback(slot.unlock)
-                idle += self.slots.list_idle(plan.origin, part.component, slot)
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part)))
-                if not slot.is_mapped:
-                    fresh.append(slot)
+                key = (plan.origin.role, part.component, plan.origin.rank)
+                fills.append((key, slot, part.layout.nbytes))
             if plan.again and all(not s.free and s.holds == ticket for s, ticket in filled):
                 for slot, _ in filled:  # the same submission: a retry may be writing it
                     failure_path(slot.path).unlink(missing_ok=True)
@@ -276,8 +273,7 @@ class Stager:
                 slot.holds = ticket
                 images.append(ticket.image)
         stall_s = self._measure_stall(plan)
-        if idle or fresh:
-            self._begin_beside(partial(_tend, idle, fresh))
+        self.memory.look_after(fills)
         return Staged(plan.components, plan.nbytes, stall_s, waited, tuple(images))
 
     def _measure_stall(self, plan: StagePlan) -> float:
@@ -363,9 +359,10 @@ class Stager:
             write_version_tag(slot.path, published)
         return published
 
-    def require_room(self, nbytes: int) -> None:
-        """As `CheckpointCoordinator.require_room`."""
-        self._spool.require_room(self._images * nbytes)
+    def require_room(self, nbytes: int, *, raises: bool = True) -> None:
+        """As `CheckpointCoordinator.require_room`; without ``raises`` too little is a warning."""
+        self._has_required_room = True
+        self._spool.require_room(self._ranks * nbytes, slots=self._slots, raises=raises)
 
     def prewarm(self, find: Callable[[], Iterable[tuple[str, str, int, int]]]) -> None:
         """Map and touch memory in a thread, so that the first save is as fast as later ones.
@@ -375,41 +372,11 @@ class Stager:
         page-locked as well.
         """
 
-        def touch(ended: Callable[[], bool]) -> None:
-            for role, component, rank, nbytes in find():
-                key = (role, component, rank)
-                if key not in self._layouts and (slot := self.slots.find_next(*key)):
-                    slot.touch(nbytes, ended)
-
-        self._begin_beside(touch)
-
-    def _begin_beside(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        """Begin work on slots in a thread of low priority, which the next save ends."""
-        self._end_beside()
-        ended = threading.Event()
-
-        def run() -> None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread
-            try:
-                work(ended.is_set)
-            except (TrinitySyncError, OSError) as error:
-                logger.warning("Saves will be slow, or fail: %s", error)
-
-        thread = threading.Thread(target=run, name=BESIDE, daemon=True)
-        with suppress(RuntimeError):  # none can be started: the next save does without it
-            thread.start()
-            self._beside = ended, thread
-
-    def _end_beside(self) -> None:
-        if self._beside:
-            ended, thread = self._beside
-            self._beside = None
-            ended.set()
-            thread.join()
+        self.memory.map_slots(find)
 
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""
-        self._end_beside()
+        self.memory.close()
         self.slots.close()
 
     def _fill(self, slot: Slot, plan: StagePlan, part: _Part) -> Ticket:
@@ -465,19 +432,6 @@ def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
         tensors = [each for group in size.param_groups for each in group["params"]]
         count = 2 if "betas" in size.defaults else int(bool(size.defaults.get("momentum")))
     return count * sum(get_shard(each).nbytes + ALIGNMENT for each in tensors)
-
-
-def _tend(idle: Sequence[Slot], fresh: Sequence[Slot], ended: Callable[[], bool]) -> None:
-    """Map the fresh slots, and give idle ones back, if no reader can want their memory."""
-    for slot in fresh:
-        slot.touch(None, ended)
-    for slot in idle:
-        if slot.free and not slot.published and slot.try_lock():
-            try:
-                if slot.free and not slot.published:
-                    slot.give_back(ended)
-            finally:
-                slot.unlock()
 
 
 def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:

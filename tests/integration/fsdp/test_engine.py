@@ -71,8 +71,7 @@ def test_verls_engine_saves_and_loads_through_the_manager(
 ) -> None:
     coordinator = new_run()
     manager = use_trinity_sync(policy.engine, coordinator)
-    assert coordinator._stager._beside  # touches the memory of the first save
-    coordinator._stager._beside[1].join()
+    coordinator._stager.memory.run(looks=False)
     assert mapped_nbytes(coordinator.spool.slot("actor", "optim", 0, 0))
     same = batch()
     policy.train_on(same)

@@ -124,22 +124,36 @@ def test_a_run_that_has_resumed_touches_the_memory_of_its_first_save(
     shutil.rmtree(job.spool.folder)  # as on another node
     resumed = coordinator_of(run_key="second")
     resumed.load(40)
-    assert resumed._stager._beside
-    resumed._stager._beside[1].join()
+    resumed._stager.memory.run(looks=False)
     slot = job.spool.slot("actor", "model", 0, 0)
     assert mapped_nbytes(slot) >= 20_000
     resumed.save(41, state(41))
     assert [each.slot for each in job.spool.tickets()[0]] == [slot]
 
 
+def test_a_process_that_has_loaded_one_role_touches_no_memory_of_another(
+    tmp_path: Path, coordinator_of: Open, job: Job
+) -> None:
+    both = coordinator_of(roles=("actor", "critic"), run_key="first")
+    for role in ("actor", "critic"):
+        job.roles = both.roles
+        both.save(1, state(1), role=role)
+    job.commit(1)
+    both.close()
+    assert not job.spool.folder.exists()
+    resumed = coordinator_of(roles=("actor", "critic"), run_key="second")
+    resumed.load(1, role="critic")
+    resumed._stager.memory.run(looks=False)
+    assert [path.name for path in job.spool.folder.glob("*0.slot")] == ["critic.model.rank0.0.slot"]
+
+
 def test_a_run_that_has_resumed_tells_at_once_that_its_saves_do_not_fit(
     saved: Path, coordinator_of: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     resumed = coordinator_of(run_key="second")
-    resumed._stager._images = 1 << 50  # ranks of this node, and their slots
+    resumed._stager._ranks = 1 << 50  # of this node
     resumed.load(40)
-    assert resumed._stager._beside
-    resumed._stager._beside[1].join()
+    resumed._stager.memory.run(looks=False)
     assert "Saves will be slow, or fail: the images of this job need" in caplog.text
     assert "TRINITY_SYNC_SLOTS=1" in caplog.text
 
@@ -154,8 +168,7 @@ def test_memory_for_a_model_and_its_optimizer_fits_their_images(
     optimizer = make(model.parameters(), lr=0.1)
     saves = coordinator_of()
     saves.prewarm({"model": model, "optim": optimizer, "extra_state": 10_000})
-    assert saves._stager._beside
-    saves._stager._beside[1].join()
+    saves._stager.memory.run(looks=False)
     slots = [job.spool.slot("actor", name, 0, 0) for name in ("model", "optim")]
     sizes = [slot.stat().st_size for slot in slots]
     model(torch.ones(2, 700)).sum().backward()

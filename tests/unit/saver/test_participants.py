@@ -150,7 +150,7 @@ def test_a_changed_byte_of_a_participants_folder_is_found(
     trainer = coordinator(roles=("actor", "queue"), run_key="run")
     part = join(trainer, "queue")
     part.prewarm(20_000)
-    part._saves._stager._end_beside()
+    part._saves._stager.memory.run(looks=False)
     slots = {path.name for path in part._saves.spool.folder.glob("queue*.slot")}
     with part:
         part.save(1, {}, folders={"storage": tmp_path / "storage"})

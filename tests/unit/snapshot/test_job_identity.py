@@ -21,6 +21,7 @@ from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.job_identity import IDENTITY_FILE, job_id, open_identity, read_identity
+from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest
@@ -171,6 +172,9 @@ def test_images_of_a_removed_root_wait_until_their_memory_is_needed_and_are_name
     assert old.folder.exists()
     with pytest.raises(SpoolFullError):
         saves.spool.require_room(room * 2)
+    assert old.folder.exists()  # nothing needs its memory yet
+    with pytest.raises(SpoolFullError):
+        Slot(saves.spool.slot("actor", "model", 0, 0)).image(room * 2)
     assert not old.folder.exists()
     begin(root, server).close()
     assert caplog.text.count("are lost") == 1

@@ -1,0 +1,198 @@
+"""Slots have memory before saves need it, and give it back when they do not."""
+
+import gc
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.forked import Program
+from tests.support.job import Job, mapped_nbytes
+from tests.support.waiting import WAIT_S, until
+from tests.unit.conftest import set_limit
+from trinity_sync.errors import SpoolFullError
+from trinity_sync.snapshot.slot_memory import BESIDE
+from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.stager import Stager
+
+STATE = {"model": {"w": torch.ones(1 << 20)}}
+NBYTES = 4 << 20
+
+
+class Clock:
+    """A clock that the test sets forward."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(job: Job) -> Clock:
+    """The clock of rank 0, by which no commit takes any time."""
+    job.stagers[0] = Stager(job.spool, slot_wait_s=WAIT_S, clock=(clock := Clock()))
+    return clock
+
+
+@pytest.fixture
+def second(job: Job) -> Path:
+    """The second slot of the model."""
+    return job.spool.slot("actor", "model", 0, 1)
+
+
+def test_a_second_slot_has_memory_once_commits_take_more_than_half_of_the_time(
+    job: Job, clock: Clock, second: Path
+) -> None:
+    for step in (1, 2):
+        job.commit_states(step, STATE)
+        clock.now += 10
+    job.stage(3, STATE)
+    clock.now += 5
+    job.stager().memory.run()
+    assert second.stat().st_blocks == 0
+    clock.now += 2
+    job.stager().memory.run()
+    assert mapped_nbytes(second) >= NBYTES
+
+
+def test_a_second_slot_whose_commits_stay_that_long_is_kept(
+    job: Job, clock: Clock, second: Path
+) -> None:
+    for step in range(1, 15):
+        job.stage(step, STATE)
+        clock.now += 7
+        job.stager().memory.run()
+        job.commit(step)
+        clock.now += 3
+    assert second.stat().st_blocks
+    for step in range(15, 26):
+        job.commit_states(step, STATE)
+        clock.now += 10
+    job.stager().memory.run(looks=False)
+    assert second.stat().st_blocks == 0
+
+
+def test_the_slot_after_a_version_that_readers_have_is_mapped_before_the_next(
+    job: Job, second: Path
+) -> None:
+    job.stager().stage(job.origin(1), STATE, seals=False)
+    assert job.stager().publish(job.origin(1), "model")
+    job.stager().memory.run()
+    assert mapped_nbytes(second) >= NBYTES
+    assert mapped_nbytes(second.with_name("actor.model.rank0.0.slot")) >= NBYTES
+
+
+def test_without_room_for_a_second_slot_a_save_waits_for_the_commit_before(
+    job: Job, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.spool = open_job_spool(small_disk / "spool", job.root)  # of 4 MiB
+    state = {"model": {"w": torch.ones(300_000)}}
+    with ThreadPoolExecutor(1) as other:
+        job.stagers[0] = Stager(job.spool, slot_wait_s=WAIT_S, clock=(clock := Clock()))
+        for step in (1, 2):
+            job.commit_states(step, state)
+            clock.now += 1
+        job.stage(3, state)
+        clock.now += 1
+        job.stager().memory.run()
+        assert job.spool.slot("actor", "model", 0, 1).stat().st_blocks == 0
+        waiting = other.submit(job.stage, 4, state)
+        until(lambda: "Waiting for the image in another slot" in caplog.text, "a warning")
+        assert not waiting.done()
+        job.commit(3)
+        assert waiting.result(WAIT_S).images
+        job.commit(4)
+        with pytest.raises(SpoolFullError, match="has no room"):
+            job.stage(5, {"model": {"w": torch.ones(2 << 20)}})
+
+
+def test_the_first_save_says_what_the_node_needs_before_it_takes_memory(
+    job: Job, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    spool = open_job_spool(small_disk / "spool", job.root)
+    with closing(Stager(spool, ranks=8)) as stager:
+        with pytest.raises(SpoolFullError, match="has no room for slot"):
+            stager.stage(job.origin(1), STATE)
+        assert caplog.text.index("need 67,") < caplog.text.index("--shm-size")
+    with closing(Stager(spool)) as stager:
+        for step in (1, 2):
+            stager.stage(job.origin(step), {"model": {"w": torch.ones(3)}}, seals=False)
+    assert caplog.text.count("the images of this job need") == 2
+
+
+def test_two_roles_are_both_prewarmed(job: Job) -> None:
+    for role in ("actor", "critic"):
+        job.stager().prewarm(lambda role=role: [(role, "model", 0, NBYTES)])
+    job.stager().memory.run(looks=False)
+    for role in ("actor", "critic"):
+        assert mapped_nbytes(job.spool.slot(role, "model", 0, 0)) >= NBYTES
+
+
+def test_a_stager_that_is_gone_leaves_no_thread(job: Job) -> None:
+    Stager(job.spool).prewarm(lambda: [("actor", "model", 0, NBYTES)])
+    gc.collect()
+    until(lambda: BESIDE not in {each.name for each in threading.enumerate()}, "the thread to end")
+
+
+def test_a_version_that_readers_may_want_is_not_given_back(
+    job: Job, clock: Clock, second: Path
+) -> None:
+    job.stage(1, STATE)
+    job.stage(2, STATE)
+    assert job.stager().publish(job.origin(2), "model")
+    job.commit(1)
+    job.commit(2)
+    for step in range(3, 14):
+        job.commit_states(step, STATE)
+        clock.now += 10
+    job.stager().memory.run(looks=False)
+    assert second.stat().st_blocks
+    assert job.stager().holds(job.origin(2), "model", STATE["model"])
+
+
+GROWING = """
+import logging, os, sys
+from pathlib import Path
+import torch
+from tests.support.job import Job
+from trinity_sync.fs.memory import find_shortage
+from trinity_sync.snapshot.spool import open_job_spool
+
+group, root, spool = map(Path, sys.argv[1:])
+logging.basicConfig(stream=sys.stdout)
+(group / "cgroup.procs").write_text(str(os.getpid()))
+job = Job(root, open_job_spool(spool, root))
+state = {"model": {"w": torch.ones(16 << 20)}}
+origin = job.origin(1, role="reference")
+job.stager().stage(origin, state, seals=False)
+assert job.stager().publish(origin, "model")
+job.stage(1, state)
+job.commit(1)
+job.stager().memory.run(looks=False)
+taken = []
+while not find_shortage() and job.spool.slot("actor", "model", 0, 0).stat().st_blocks:
+    taken.append(b"x" * (4 << 20))
+job.stager().memory.run()
+for role in ("actor", "reference"):
+    print(role, job.spool.slot(role, "model", 0, 0).stat().st_blocks * 512 >> 20)
+taken += [b"x" * (4 << 20) for _ in range(14)]  # more than was left
+taken.clear()
+job.stage(2, state)
+job.commit(2)
+"""
+
+
+def test_near_a_memory_limit_what_is_committed_is_given_back_and_a_version_stays(
+    job: Job, group: Path
+) -> None:
+    set_limit(group, 512 << 20)
+    said = Program(GROWING, group, job.root, job.spool.folder.parent).end(timeout=WAIT_S)
+    assert "bytes of shared memory, because the memory limit of" in said
+    assert "actor 0\nreference 66\n" in said
