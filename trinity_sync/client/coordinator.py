@@ -235,7 +235,8 @@ class CheckpointCoordinator(Collaborators):
         """Steps that this run began from; none until this process has begun it.
 
         That is the step that it resumed from; otherwise those that the process which began it had
-        loaded with `Checkpoints`, also of other roots, such as a merge.
+        loaded with `Checkpoints`, after it had made this coordinator: also of other roots, such as
+        a merge.
         """
         return self._run.parents
 

@@ -79,6 +79,8 @@ class RunContext:
         self._is_superseded = False
         self._opening = threading.Lock()
         self._lock = ExitStack()
+        self._loaded: dict[Parent, None] = {}
+        """The steps that this process has loaded with `Checkpoints` since, in order."""
         self._saved: dict[tuple[str, Kind], int] = {}
         """Newest step that this process has saved, by role and kind."""
         self._unwritable: BaseException | None = None
@@ -93,9 +95,8 @@ class RunContext:
         with self._opening:  # threads that stage call it as well
             if self._run is None:
                 with self._require_writable():
-                    self._run, began = self._join(0, parents=[*_loaded.values()])
+                    self._run, began = self._join(0, parents=[*self._loaded])
                 if began:
-                    _loaded.clear()
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
@@ -398,9 +399,11 @@ class RunContext:
 
 
 def note_loaded(root: Path, manifest: Manifest) -> None:
-    """Have the next run that this process begins at step 0 record a step that was loaded."""
+    """Have the runs of this process that have not begun record a step, if they begin at step 0."""
     parent = manifest.as_parent(root)
-    _loaded[parent.root, parent.identity, parent.run, parent.step] = parent
+    for context in [*_living]:
+        if not context.has_begun():
+            context._loaded[parent] = None
 
 
 def make_run_key() -> str:
@@ -437,8 +440,6 @@ def find_start_key(root: Path, key: str) -> str:
         return _starts[start][1] if start in _starts else key
 
 
-_loaded: dict[tuple[str, str, int, int], Parent] = {}
-"""The steps that this process has loaded beside its runs, in order."""
 _contexts: "WeakValueDictionary[str, RunContext]" = WeakValueDictionary()
 """By root, as text, which can be compared while Python ends: the context that this process made
 last."""

@@ -69,7 +69,7 @@ class Run(Record, format=RUN_FORMAT):
     """Components of that step that it asked not to load, such as ``actor/optim``."""
     parents: tuple[Parent, ...] = ()
     """That step, as it was then; of a fresh start, the steps that the process which began it had
-    loaded with `Checkpoints`."""
+    loaded with `Checkpoints`, beside a coordinator of this job."""
 
     @property
     def is_fresh_start(self) -> bool:

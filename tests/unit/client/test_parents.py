@@ -82,14 +82,17 @@ def test_a_run_that_starts_with_weights_of_another_root_names_them(
     assert f"in {parent.root}, which is not there as it was" in show(saves.root, 1)
 
 
-def test_what_was_loaded_counts_for_the_next_run_alone(
+def test_what_was_loaded_counts_for_a_run_that_has_not_begun_and_whose_coordinator_is_there(
     job: Job, another: CheckpointCoordinator, coordinator_of: Open
 ) -> None:
-    commit(job, 10)
-    Checkpoints(job.root).load(10)
-    Checkpoints(job.root).load(10)
+    for step in (10, 20):
+        commit(job, step)
+    for step in (10, 10):
+        Checkpoints(job.root).load(step)
     with another as saves:
         saves.begin()
+        assert [each.step for each in saves.parents] == [10]
+        Checkpoints(job.root).load(20)
         assert [each.step for each in saves.parents] == [10]
     later = coordinator_of(run_key="later")
     later.begin()
