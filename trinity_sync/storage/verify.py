@@ -248,8 +248,7 @@ def _list_other_names(checked: Sequence[CheckedFile]) -> Iterator[CheckedFile]:
         root, record = Path(bad.file.root), bad.file.record
         path = step_folder(root, bad.file.step) / record.path
         with suppress(OSError):  # it is missing, and may be there under its other names
-            others = iter_committed_steps(root) if path.stat().st_nlink > 1 else ()
-            for manifest in others:
+            for manifest in iter_committed_steps(root) if path.stat().st_nlink > 1 else ():
                 for same in (each for each in manifest.files if each.digest == record.digest):
                     name = step_folder(root, manifest.step) / same.path
                     if name != path and name.exists() and name.samefile(path):
