@@ -193,6 +193,8 @@ def write_cell(key: str, value: Any, on_terminal: bool) -> str:
         return between.join(" ".join(str(each).split()) for each in value)
     if key == "kind":  # a table calls a state_dict weights
         return "weights" if value == "state_dict" else str(value)
+    if key == "digest" and on_terminal:  # in whole, no table of files fits 80 columns
+        return f"{value[:17]}…"
     if isinstance(value, str):
         return " ".join(value.split())
     if key == "bytes":

@@ -320,6 +320,14 @@ def test_a_narrow_terminal_breaks_no_word(job: Job, home: dict[str, str]) -> Non
         assert (code, {*words.split()} - {*found}) == (0, set()), shown
 
 
+def test_a_table_of_files_fits_a_terminal(job: Job, home: dict[str, str]) -> None:
+    job.commit_states(20, {"model": {"w": torch.zeros(3)}})
+    code, shown = at_a_terminal(home, "show", job.root, 20)
+    assert (code, "actor/model_world_size_1_rank_0.pt" in shown) == (0, True), shown
+    assert re.search(r"xxh3-128:\w{8}…", shown)
+    assert re.search(r"\txxh3-128:\w{32}\t", run(home, "show", job.root, 20).stdout)
+
+
 def test_a_reader_that_has_enough_is_no_error(root: Path, home: dict[str, str]) -> None:
     command = f"{sys.executable} -m trinity_sync ls {root} | sleep 0"
     piped = ["bash", "-o", "pipefail", "-c", command]
