@@ -54,7 +54,6 @@ from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest_i
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.quarantine import fetching_folder
-from trinity_sync.storage.replace import sync_folders
 from trinity_sync.storage.restore import load_bytes, require_digests
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.tensors.dtensor_shards import ShardBox, make_whole_box
@@ -300,7 +299,6 @@ def _write_files(
             (folder / record.path).write_bytes(content)
             sync_file(folder / record.path)
             files.append(record)
-    sync_folders(folder, [record.path for record in files])
     return files
 
 

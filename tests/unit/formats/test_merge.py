@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.models import tiny
+from tests.support.powercut import Recording, cuts
 from tests.unit.formats.test_export import shards
 from tests.unit.retention.test_retention import prune
 from trinity_sync import Checkpoints, WeightReader
@@ -255,6 +258,28 @@ def test_a_killed_merge_leaves_no_step_and_the_next_one_completes_it(
         assert {f.path: f.digest for f in done.files} == whole
         require_digests(step_folder(out, 20), done.files)
     assert die_before > 5
+
+
+def test_whenever_the_power_goes_there_is_the_whole_merge_or_none(
+    job: Job, states: dict[int, State], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with Recording(out).running() as recording:
+        done = merge_steps(job.root, "10,20", out)
+        recording.done("merged")
+    committed = 0
+    for instant in range(len(recording.changes) + 1):
+        for number, disk in enumerate(cuts(recording, instant, Random(instant), 12)):
+            found = tmp_path / f"found{instant}.{number}"
+            disk.build(found)
+            for step in steps_on_disk(found):
+                assert require_committed(found, step).files == done.files
+                require_digests(step_folder(found, step), done.files)
+                committed += 1
+            assert steps_on_disk(found) or instant < recording.acknowledged[0][0]
+            shutil.rmtree(found)
+    assert committed > 5
 
 
 @pytest.mark.parametrize(
