@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from tests.support.disk import flip_a_byte
 from tests.support.dying import in_a_process
@@ -23,11 +24,13 @@ from tests.support.powercut import Recording, cuts
 from tests.unit.formats.test_export import shards
 from tests.unit.retention.test_retention import prune
 from trinity_sync import Checkpoints, WeightReader
+from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.formats import merge
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.formats.merge import choose_steps, merge_steps
 from trinity_sync.layout import step_folder, steps_on_disk
+from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.restore import require_digests
@@ -157,6 +160,11 @@ def test_a_merge_knows_its_parents_and_serves_readers_of_its_own_root_alone(
         (str(job.root), 10, 1), (str(job.root), 20, 1),
     ]  # fmt: skip
     assert parents[0].digest == require_committed(job.root, 10).weights_digest
+    url = f"file://{tmp_path}/remote"
+    replicate(out, url, 20)
+    for place in (str(out), url):
+        listed = CliRunner().invoke(app, ["ls", place]).stdout
+        assert listed.splitlines()[0].endswith("merge of 10, 20")
     with WeightReader(root=out, name="evaluation") as reader:
         found = dict(reader.iter_weights())
     mean = compute_mean([states[10], states[20]], [1, 1], "embed.weight")

@@ -53,7 +53,7 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
             row = replace(
                 row,
                 left_out=run.left_out if run else (),
-                parents=found.manifest.parents or (run.parents if run else ()),
+                parents=row.parents or (run.parents if run else ()),
                 in_remote=is_replicated(root, found.manifest) if has_remote else None,
                 metrics=read_metrics(root, found.manifest.run, step),
             )
@@ -76,6 +76,7 @@ def add_manifest(row: StepRow, manifest: Manifest) -> StepRow:
         run=manifest.run,
         kinds=manifest.kinds,
         removed=manifest.removed,
+        parents=manifest.parents,
         checkpoint_run=manifest.checkpoint_run,
         nbytes=manifest.nbytes,
         components=components,
