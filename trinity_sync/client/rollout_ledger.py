@@ -3,7 +3,8 @@
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -15,6 +16,8 @@ from trinity_sync.fs.records import describe
 from trinity_sync.layout import check_number
 
 Id = int | str
+Versions = Sequence[tuple[int, int, int]]
+"""Of the tokens of a rollout, in their order: step of the weights, first and last token of it."""
 State = Literal["issued", "finished", "trained", "dropped"]
 
 _STATES: tuple[State, ...] = get_args(State)
@@ -31,6 +34,8 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
     step: int = 0
     new: list[Id] = []
     """Rollouts that were issued for the first time; they have the next places."""
+    versions: list[list[tuple[int, int, int]]] = []
+    """Of the rollout at each place, if they are known."""
 
 
 class RolloutLedger:
@@ -86,15 +91,32 @@ class RolloutLedger:
             except (OverflowError, ValueError) as error:
                 raise ConfigError(f"a rollout's id cannot be saved: {error}") from error
 
-    def finish(self, ids: Iterable[Id]) -> list[Id]:
+    def finish(self, ids: Iterable[Id], versions: Mapping[Id, Versions] | None = None) -> list[Id]:
         """Record that rollouts were generated, and return those that are new, in their order.
 
         One that was generated twice, since it was issued again, is new the first time only.
 
+        Args:
+            ids: the rollouts.
+            versions: which weights made which tokens of a rollout, for `ages`: steps of the weights
+                with the first and the last token of each, from 0, in the order of the tokens.
+
         Raises:
-            ConfigError: a rollout was never issued; nothing is recorded.
+            ConfigError: a rollout was never issued, or its versions do not name each token once;
+                nothing is recorded.
         """
-        return self._move("finished", ids, {"issued"})
+        found = {each: [*map(tuple, spans)] for each, spans in (versions or {}).items()}
+        for each, spans in found.items():
+            ends = [-1, *(last for _, _, last in spans)]
+            if any(
+                step < 0 or not before + 1 == first <= last
+                for before, (step, first, last) in zip(ends, spans, strict=False)
+            ):
+                raise ConfigError(
+                    f"versions {spans} of rollout {each!r} do not name each token once; pass "
+                    "(step, first token, last token) of each version, in the order of the tokens"
+                )
+        return self._move("finished", ids, {"issued"}, found)
 
     def train(self, ids: Iterable[Id], step: int) -> None:
         """Record that the optimizer step ``step`` has used rollouts.
@@ -162,6 +184,15 @@ class RolloutLedger:
             (place,) = self._find([rollout])
             return self._steps[place] if self._states[place] == "trained" else None
 
+    def ages(self, step: int) -> dict[int, int]:
+        """Return the numbers of tokens that a step has trained, by the age of their weights.
+
+        The age is in trainer steps; that of weights beyond the step, which a later run has
+        superseded, is 0. Tokens of which `finish` got no version are not counted.
+        """
+        with self._lock:
+            return dict(sorted(self._ages.get(step, {}).items()))
+
     def count(self) -> dict[State, int]:
         """Return the number of rollouts in each state."""
         with self._lock:
@@ -201,6 +232,9 @@ class RolloutLedger:
         self._steps = array("q")
         self._open: dict[int, None] = {}
         """Places of the rollouts that are issued or finished."""
+        self._versions: dict[int, Versions] = {}
+        """By place, of rollouts that are finished."""
+        self._ages: dict[int, Counter[int]] = {}
         self._log = np.empty(1 << 16, dtype=np.uint8)
         self._used = 0
 
@@ -213,13 +247,21 @@ class RolloutLedger:
     def _list(self, states: set[State]) -> list[int]:
         return sorted(place for place in self._open if self._states[place] in states)
 
-    def _move(self, state: State, ids: Iterable[Id], before: set[State]) -> list[Id]:
+    def _move(
+        self,
+        state: State,
+        ids: Iterable[Id],
+        before: set[State],
+        versions: Mapping[Id, Any] | None = None,
+    ) -> list[Id]:
         """Move rollouts that are in one of the states before, and return them."""
         with self._lock:
             found = dict.fromkeys(self._find(ids))
             places = [place for place in found if self._states[place] in before]
-            self._record(_Entry(state, places))
-            return [self._ids[place] for place in places]
+            moved = [self._ids[place] for place in places]
+            known = [versions.get(each, []) for each in moved] if versions else []
+            self._record(_Entry(state, places, versions=known))
+            return moved
 
     def _record(self, entry: _Entry) -> None:
         encoded = msgspec.msgpack.encode(entry)  # first: it refuses an int of more than 64 bits
@@ -231,7 +273,14 @@ class RolloutLedger:
         places = entry.places or range(first, len(self._ids))
         if not places:
             return
-        for place in places:
+        for place, versions in zip_longest(places, entry.versions):
+            known = self._versions.pop(place, ())
+            if entry.state == "trained":
+                ages = self._ages.setdefault(entry.step, Counter())
+                for step, first, last in known:
+                    ages[max(0, entry.step - step)] += last - first + 1
+            elif versions:
+                self._versions[place] = versions
             self._states[place], self._steps[place] = entry.state, entry.step
             if entry.state in ("issued", "finished"):
                 self._open[place] = None

@@ -375,3 +375,19 @@ class RolloutGate:
         else:
             shared = made_by if resumed_at is None else min(made_by, resumed_at)
         return shared is not None and 0 <= trainer_step - shared <= self.max_lag
+
+    def select_tokens(
+        self, versions: Sequence[tuple[int, int, int]], trainer_step: int
+    ) -> list[bool]:
+        """Return which tokens of a rollout to train on at ``trainer_step``, in their order.
+
+        Args:
+            versions: as `RolloutLedger.finish` takes them: steps of the weights, first and last
+                token of each.
+            trainer_step: current step of the trainer.
+        """
+        return [
+            accepted
+            for step, first, last in versions
+            for accepted in [self.accepts(step, trainer_step)] * (last - first + 1)
+        ]

@@ -79,6 +79,50 @@ def test_what_was_trained_after_the_step_is_trained_again_and_what_was_in_flight
     assert resumed(again, 10).to_issue() == [2]
 
 
+def test_the_ages_of_a_step_are_those_of_the_weights_that_made_its_tokens() -> None:
+    ledger = RolloutLedger()
+    ledger.issue(["a", "b", "c", "d"])
+    # the weights were updated in mid-generation of a, and twice of b; nothing is known of d
+    spans = {"a": [(4, 0, 9), (5, 10, 11)], "b": [(3, 0, 0), (4, 1, 4), (6, 5, 5)]}
+    assert ledger.finish(["a", "d"], spans) == ["a", "d"]
+    assert ledger.finish(["a", "b"], {"a": [(1, 0, 99)], **{"b": spans["b"]}}) == ["b"]
+    ledger.finish(["c"], {"c": [(9, 0, 2)]})
+    ledger.train(["a", "b", "d"], 6)
+    ledger.train(["c"], 7)
+    assert ledger.ages(6) == {0: 1, 1: 2, 2: 14, 3: 1}
+    assert ledger.ages(7) == {0: 3}  # a superseded run made it
+    assert ledger.ages(5) == {}
+    again = resumed(ledger, 6)
+    assert (again.ages(6), again.ages(7)) == (ledger.ages(6), {})
+    again.train(["c"], 8)  # as it was generated before
+    assert again.ages(8) == {0: 3}
+
+
+def test_a_rollout_that_is_generated_again_has_the_versions_of_the_last_time() -> None:
+    ledger = RolloutLedger()
+    ledger.issue([1, 2])
+    ledger.finish([1, 2], {1: [(1, 0, 4)], 2: [(1, 0, 4)]})
+    assert ledger.resume(held=[]) == [1, 2]
+    ledger.finish([1], {1: [(3, 0, 2)]})
+    ledger.finish([2])
+    ledger.train([1, 2], 3)
+    assert ledger.ages(3) == resumed(ledger, 3).ages(3) == {0: 3}
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[(1, 1, 4)], [(1, 0, 4), (2, 4, 6)], [(1, 0, 4), (2, 6, 7)], [(-1, 0, 4)], [(1, 0, -1)]],
+)
+def test_versions_that_do_not_name_each_token_once_are_refused(
+    spans: list[tuple[int, int, int]],
+) -> None:
+    ledger = RolloutLedger()
+    ledger.issue([1])
+    with pytest.raises(ConfigError, match="of rollout 1 do not name each token once"):
+        ledger.finish([1], {1: spans})
+    assert ledger.to_issue() == [1]
+
+
 def test_its_state_is_not_changed_by_later_events() -> None:
     ledger = RolloutLedger()
     ledger.issue(range(3))

@@ -14,6 +14,12 @@ def test_a_rollout_may_lag_by_max_lag_steps(made_by: int, accepted: bool) -> Non
     assert RolloutGate(max_lag=2).accepts(made_by, trainer_step=10) is accepted
 
 
+def test_of_a_rollout_that_lived_through_updates_the_tokens_of_old_weights_are_refused() -> None:
+    spans = [(7, 0, 2), (8, 3, 3), (10, 4, 5), (11, 6, 6)]
+    selected = RolloutGate(max_lag=2).select_tokens(spans, trainer_step=10)
+    assert selected == [False] * 3 + [True] * 3 + [False]
+
+
 @pytest.mark.parametrize(
     ("made_by", "resumed_at", "accepted"),
     [(12, 9, True), (12, 8, True), (12, 7, False), (8, 9, True)],
