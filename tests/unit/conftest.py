@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.job import Job
+from tests.support.waiting import until
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.fs import memory
 from trinity_sync.settings import Settings
@@ -83,6 +84,7 @@ def group() -> Iterator[Path]:
         except OSError:
             continue
         yield made
+        until(lambda: not (made / "cgroup.procs").read_text(), "its processes to end")
         made.rmdir()
         return
     pytest.skip("no control group with a memory limit can be made here")

@@ -476,7 +476,7 @@ class CheckpointCoordinator(Collaborators):
             role: role of the images.
 
         Raises:
-            SpoolFullError: one image of each does not fit; the message says how many bytes are needed.
+            SpoolFullError: one slot each does not fit; the message says how many bytes are needed.
         """
         self._require_own_process()
         check_components("prewarm", sizes, COMPONENTS)
@@ -486,7 +486,7 @@ class CheckpointCoordinator(Collaborators):
         self._stager.prewarm(lambda: images)
 
     def require_room(self, nbytes: int) -> None:
-        """Check that images of this node's ranks fit into the spool, and log the bytes of all slots.
+        """Check that images of this node's ranks fit, and log the bytes that all slots need.
 
         Args:
             nbytes: bytes of one image of each component of a rank, in total.

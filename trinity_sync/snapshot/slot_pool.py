@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trinity_sync.errors import SpoolError, SpoolFullError, TicketError
+from trinity_sync.fs.memory import find_shortage
 from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
@@ -222,16 +223,22 @@ class SlotPool:
             time.sleep(0.002)
 
     def _reserve(self, slot: Slot, nbytes: int, *, waits: bool) -> bool:
-        """Reserve memory for an image; return False if there is none, and the image ``waits``."""
+        """Reserve memory for an image; return False if it ``waits`` for another slot instead.
+
+        It does so as well if the training could lack the memory.
+        """
+        why = find_shortage(2 * nbytes) if waits and slot.reserved < nbytes else ""
         try:
-            slot.image(nbytes)
-            return True
+            if not why:
+                slot.image(nbytes)
+                return True
         except SpoolFullError as error:
-            if waits:
-                logger.warning("Waiting for the image in another slot instead: %s", error)
-                return False
-            slot.unlock()
-            raise
+            if not waits:
+                slot.unlock()
+                raise
+            why = str(error)
+        logger.info("Waiting for the image in another slot, instead of taking memory: %s", why)
+        return False
 
     def _add_slot(self, origin: Origin, component: str, nbytes: int) -> Slot | None:
         """Add a slot, locked, because all free slots are in use; None if there is no room."""

@@ -91,6 +91,7 @@ def test_the_slot_after_a_version_that_readers_have_is_mapped_before_the_next(
 def test_without_room_for_a_second_slot_a_save_waits_for_the_commit_before(
     job: Job, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     job.spool = open_job_spool(small_disk / "spool", job.root)  # of 4 MiB
     state = {"model": {"w": torch.ones(300_000)}}
     with ThreadPoolExecutor(1) as other:
