@@ -56,6 +56,9 @@ def drivers(run: Run, size: Size, turns: int) -> Iterator[str]:
     yield SAVER_ALONE
     samples = run.on_ranks(1, "benchmarks.drivers:saver_alone", turns)
     run.records += records_of(SAVER_ALONE, Size(0, 3), samples)
+    yield (name := "shared memory over intervals")
+    samples = run.on_ranks(1, "benchmarks.memory:shared_over_intervals", size)
+    run.records += records_of(name, size, samples)
 
 
 def saver_alone(runs: int, folder: Path, shared: Path) -> Samples:
