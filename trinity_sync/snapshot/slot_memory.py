@@ -11,8 +11,8 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -119,15 +119,13 @@ class SlotMemory:
     def run(self, *, looks: bool = True) -> bool:
         """Do all work, and look; return whether to go on. Only the thread and tests call it."""
         ended = self._ended.is_set
-        try:
-            with self._working:
-                while self._works and not ended():
-                    self._works.popleft()(ended)
-            if looks and not ended():  # without the lock: no save waits for a look
+        with self._working, _warnings():
+            while self._works and not ended():
+                self._works.popleft()(ended)
+        if looks and not ended():  # without the lock: no save waits for a look
+            with _warnings():
                 self._map_next(ended)
                 self._relieve(ended)
-        except (TrinitySyncError, OSError) as error:
-            logger.warning("Saves will be slow, or fail: %s", error)
         return not self._is_closed
 
     def _map_next(self, ended: Ended) -> None:
@@ -175,6 +173,14 @@ class SlotMemory:
                 finally:
                     slot.unlock()
         return nbytes
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    try:
+        yield
+    except (TrinitySyncError, OSError) as error:
+        logger.warning("Saves will be slow, or fail: %s", error)
 
 
 def _run(memory: "weakref.ref[SlotMemory]", wake: threading.Event) -> None:
