@@ -15,6 +15,7 @@ from tests.support.job import Job, mapped_nbytes
 from tests.support.waiting import WAIT_S, until
 from tests.unit.conftest import set_limit
 from trinity_sync.errors import SpoolFullError
+from trinity_sync.fs import memory
 from trinity_sync.snapshot.slot_memory import BESIDE
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
@@ -111,6 +112,23 @@ def test_without_room_for_a_second_slot_a_save_waits_for_the_commit_before(
         job.commit(4)
         with pytest.raises(SpoolFullError, match="has no room"):
             job.stage(5, {"model": {"w": torch.ones(2 << 20)}})
+
+
+def test_a_save_waits_rather_than_leave_less_than_a_second_slot_below_a_limit(
+    job: Job, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_PROC", tmp_path)
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "mountinfo").write_text(f"40 23 0:40 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{55 << 20}\n")  # two of the rest are not for images
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    job.stage(1, STATE)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(job.stage, 2, STATE)
+        job.commit(1)
+        waiting.result(WAIT_S)
+    assert job.spool.slot("actor", "model", 0, 1).stat().st_blocks == 0
 
 
 def test_the_first_save_says_what_the_node_needs_before_it_takes_memory(
