@@ -269,19 +269,21 @@ def allocate_slot(fd: int, path: Path, size: int, ended: Callable[[], bool]) -> 
     Raises:
         SpoolFullError: there is no room.
     """
-    have = os.fstat(fd).st_blocks * 512
+    found = os.fstat(fd)
+    have = found.st_blocks * 512
     if have >= size:
         return True
     remove_replaced_spools(JobSpool(path.parent), nbytes=size - have)
-    room = find_room(path.parent)
     try:
-        if size - have > room.nbytes:  # beyond a memory limit, the kernel would end this process
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for start in range(0, size, _RESERVE):
             if ended():
                 return False
+            room = find_room(path.parent)  # others take memory meanwhile
+            if size - max(have, start) > room.nbytes:  # the kernel would end this process
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(fd, start, min(_RESERVE, size - start))
     except OSError as error:
+        os.truncate(fd, found.st_size)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise SpoolFullError(

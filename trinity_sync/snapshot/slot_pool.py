@@ -181,11 +181,10 @@ class SlotPool:
             free = _list_free(slots)
             for slot in free:
                 if slot not in full and slot.try_lock():
-                    if slot.free and self._reserve(slot, nbytes, waits=len(free) < len(slots)):
+                    if not slot.free:
+                        slot.unlock()
+                    elif self._reserve(slot, nbytes, slots, full):
                         return slot, waited
-                    if slot.free:
-                        full.add(slot)
-                    slot.unlock()
             held = {slot: self._look(slot, origin) for slot in slots if slot not in free}
             in_use = not free and all(held[slot].outlives(origin) for slot in slots)
             again = any(image.is_same_save for image in held.values())
@@ -222,21 +221,26 @@ class SlotPool:
             call_held_handlers()
             time.sleep(0.002)
 
-    def _reserve(self, slot: Slot, nbytes: int, *, waits: bool) -> bool:
-        """Reserve memory for an image; return False if it ``waits`` for another slot instead.
+    def _reserve(self, slot: Slot, nbytes: int, slots: Collection[Slot], full: set[Slot]) -> bool:
+        """Reserve memory in a locked slot; return False, unlocked, if another of ``slots`` is used.
 
-        It does so as well if the training could lack the memory.
+        It is ``full`` then, also if the training could lack the memory and an image is waited for.
         """
-        why = find_shortage(2 * nbytes) if waits and slot.reserved < nbytes else ""
+        why = ""
         try:
+            if slot.reserved < nbytes and not all(each.free for each in slots):
+                why = find_shortage(2 * nbytes)
             if not why:
                 slot.image(nbytes)
                 return True
-        except SpoolFullError as error:
-            if not waits:
-                slot.unlock()
+        except BaseException as error:
+            slot.unlock()
+            if len(full) + 1 == len(slots) or not isinstance(error, SpoolFullError):
                 raise
             why = str(error)
+        else:
+            slot.unlock()
+        full.add(slot)
         logger.info("Waiting for the image in another slot, instead of taking memory: %s", why)
         return False
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,8 +15,9 @@ from tests.support.forked import Program
 from tests.support.job import Job, mapped_nbytes
 from tests.support.waiting import WAIT_S, until
 from tests.unit.conftest import set_limit
-from trinity_sync.errors import SpoolFullError
+from trinity_sync.errors import SpoolError, SpoolFullError
 from trinity_sync.fs import memory
+from trinity_sync.snapshot import slot
 from trinity_sync.snapshot.slot_memory import BESIDE
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
@@ -129,6 +131,42 @@ def test_a_save_waits_rather_than_leave_less_than_a_second_slot_below_a_limit(
         job.commit(1)
         waiting.result(WAIT_S)
     assert job.spool.slot("actor", "model", 0, 1).stat().st_blocks == 0
+
+
+def test_a_save_whose_memory_cannot_be_reserved_keeps_no_slot_from_the_next(job: Job) -> None:
+    job.stagers[0] = Stager(job.spool, slots=1, slot_wait_s=0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (NBYTES // 2, limits[1]))
+    try:
+        with pytest.raises(SpoolError, match="File too large"):
+            job.stage(1, STATE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert job.stage(1, STATE).images
+
+
+def test_memory_that_others_take_meanwhile_is_not_reserved_in_part(
+    job: Job, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take() -> bool:
+        if path.stat().st_blocks:
+            (small_disk / "other").write_bytes(bytes(5 << 19))
+        return False
+
+    monkeypatch.setattr(slot, "_RESERVE", 1 << 20)
+    own = slot.Slot(path := small_disk / "a.slot")
+    with pytest.raises(SpoolFullError):
+        own.image(1 << 20, take)
+    assert path.stat().st_blocks == path.stat().st_size == 0
+    own.close(remove=True)
+
+
+def test_a_version_goes_where_there_is_memory_for_it(job: Job, small_disk: Path) -> None:
+    job.spool = open_job_spool(small_disk / "spool", job.root)  # of 4 MiB
+    state = {"model": {"w": torch.ones(300_000)}}
+    for step in (1, 2):
+        job.stager().stage(job.origin(step), state, seals=False)
+        assert job.stager().publish(job.origin(step), "model")
 
 
 def test_the_first_save_says_what_the_node_needs_before_it_takes_memory(
