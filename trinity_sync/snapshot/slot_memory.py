@@ -70,22 +70,15 @@ class SlotMemory:
 
     def look_after(self, filled: Iterable[tuple[SlotKey, Slot, int]]) -> None:
         """Map slots that were filled with so many bytes; look after all until `interrupt`."""
+        is_fresh = False
         for key, slot, nbytes in filled:
             now, last = self._clock(), self._filled.get(key)
             long_at = now + DENSE * (now - last[2]) if last else math.inf
             self._filled[key] = slot, nbytes, now, long_at
             self._unused.update(self._pool.slots[key])
             self._unused[slot] = 0
-        idle = [slot for slot, unused in self._unused.items() if unused >= IDLE_SAVES]
-
-        fresh = [slot for slot, *_ in self._filled.values() if not slot.is_mapped]
-
-        def work(ended: Ended) -> None:
-            for slot in fresh:
-                slot.touch(None, ended)
-            self._give_back(idle, ended)
-
-        self._begin([work] if fresh or idle else [])
+            is_fresh |= not slot.is_mapped
+        self._begin([self._map_filled] if is_fresh else [])
 
     def interrupt(self) -> None:
         """End what the thread does, and keep it from all slots until the next call."""
@@ -128,6 +121,11 @@ class SlotMemory:
                 self._relieve(ended)
         return not self._is_closed
 
+    def _map_filled(self, ended: Ended) -> None:
+        for slot, *_ in [*self._filled.values()]:
+            if not slot.is_mapped:
+                slot.touch(None, ended)
+
     def _map_next(self, ended: Ended) -> None:
         """Map the slots of the next images, where those of the newest ones will not be free."""
         for key, (used, nbytes, _, long_at) in [*self._filled.items()]:
@@ -147,7 +145,9 @@ class SlotMemory:
         return nbytes <= find_room(self._folder).nbytes - measure_ray_stores(self._folder)
 
     def _relieve(self, ended: Ended) -> None:
-        """Give back what can be given back if memory is short."""
+        """Give back what saves do without, and if memory is short all that can be given back."""
+        with self._working:
+            self._give_back([s for s, n in [*self._unused.items()] if n >= IDLE_SAVES], ended)
         if not (shortage := find_shortage()):
             return
         with self._working:

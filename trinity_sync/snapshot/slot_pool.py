@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 
 from trinity_sync.errors import SpoolError, SpoolFullError, TicketError
 from trinity_sync.fs.memory import find_shortage
@@ -183,7 +184,7 @@ class SlotPool:
                 if slot not in full and slot.try_lock():
                     if not slot.free:
                         slot.unlock()
-                    elif self._reserve(slot, nbytes, slots, full):
+                    elif self._reserve(slot, nbytes, slots, free, full):
                         return slot, waited
             held = {slot: self._look(slot, origin) for slot in slots if slot not in free}
             in_use = not free and all(held[slot].outlives(origin) for slot in slots)
@@ -221,14 +222,16 @@ class SlotPool:
             call_held_handlers()
             time.sleep(0.002)
 
-    def _reserve(self, slot: Slot, nbytes: int, slots: Collection[Slot], full: set[Slot]) -> bool:
+    def _reserve(
+        self, slot: Slot, nbytes: int, slots: list[Slot], free: list[Slot], full: set[Slot]
+    ) -> bool:
         """Reserve memory in a locked slot; return False, unlocked, if another of ``slots`` is used.
 
         It is ``full`` then, also if the training could lack the memory and an image is waited for.
         """
         why = ""
         try:
-            if slot.reserved < nbytes and not all(each.free for each in slots):
+            if len(free) < len(slots) and slot.reserved < nbytes:
                 why = find_shortage(2 * nbytes)
             if not why:
                 slot.image(nbytes)
@@ -312,7 +315,7 @@ class SlotPool:
 
 
 def _list_free(slots: Iterable[Slot]) -> list[Slot]:
-    return sorted((slot for slot in slots if slot.free), key=_published_last)
+    return sorted(filter(attrgetter("free"), slots), key=_published_last)
 
 
 def _published_last(slot: Slot) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def test_a_second_slot_whose_commits_stay_that_long_is_kept(
     for step in range(15, 26):
         job.commit_states(step, STATE)
         clock.now += 10
-    job.stager().memory.run(looks=False)
+    job.stager().memory.run()
     assert second.stat().st_blocks == 0
 
 
