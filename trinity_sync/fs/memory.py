@@ -15,6 +15,8 @@ from trinity_sync.fs.mounts import find_mount
 _SPARE = 1 << 30
 """Bytes, or a thirty-second, of a memory limit that images leave to the training."""
 _UNLIMITED = 1 << 60
+STALL = "processes wait for memory"
+"""Begin of what `find_shortage` returns if no limit is near."""
 _PROC = Path("/proc/self")
 _FILES = {
     "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -65,7 +67,7 @@ def find_shortage(more: int = 0) -> str:
         with suppress(OSError, ValueError, IndexError):  # no such file, as before Linux 4.20
             full = file.read_text().splitlines()[1].split()
             if float(full[1].removeprefix("avg10=")) >= 10:
-                return f"processes wait for memory ({file}: {full[1]})"
+                return f"{STALL} ({file}: {full[1]})"
     return ""
 
 

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.fs.memory import find_room, find_shortage, measure_ray_stores
+from trinity_sync.fs.memory import STALL, find_room, find_shortage, measure_ray_stores
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_pool import SlotKey, SlotPool
 
@@ -45,7 +45,7 @@ class SlotMemory:
         from when on its commit is long."""
         self._unused = Counter[Slot]()
         """Images of its component that were filled since a slot was needed."""
-        self._was_short = self._is_closed = False
+        self._was_short = self._is_stalled = self._is_closed = False
         self._start_over()
 
     def _start_over(self) -> None:
@@ -101,8 +101,8 @@ class SlotMemory:
         if self._ended.is_set():
             self._ended = threading.Event()
         if self._thread is None or not self._thread.is_alive():
-            this, wake = weakref.ref(self, lambda _: wake.set()), self._wake
-            thread = threading.Thread(target=_run, args=(this, wake), name=BESIDE, daemon=True)
+            args = weakref.ref(self), self._wake
+            thread = threading.Thread(target=_run, args=args, name=BESIDE, daemon=True)
             with suppress(RuntimeError):  # none can be started: the next save does without it
                 thread.start()
                 self._thread = thread
@@ -132,28 +132,39 @@ class SlotMemory:
             is_long = self._clock() >= long_at and not (used.free or used.failed)
             if not (is_long or used.published):
                 continue
-            self._unused.update({slot: -self._unused[slot] for slot in self._pool.slots[key]})
             slot = self._pool.find_next(*key)
-            if slot and not slot.is_mapped and self._has_room(nbytes - slot.reserved):
-                with self._working:
+            has_room = slot and not slot.is_mapped and self._has_room(nbytes - slot.reserved)
+            with self._working:
+                if ended():  # a save has the slots now
+                    return
+                self._unused.subtract({each: self._unused[each] for each in self._pool.slots[key]})
+                if slot and has_room:
                     slot.touch(nbytes, ended)
 
     def _has_room(self, nbytes: int) -> bool:
         """Return whether bytes can be had ahead of need: as many stay for a training that grows."""
         if self._was_short or find_shortage(2 * nbytes):
             return False
-        return nbytes <= find_room(self._folder).nbytes - measure_ray_stores(self._folder)
+        left = find_room(self._folder).nbytes - nbytes
+        return left >= 0 and left >= measure_ray_stores(self._folder)
 
     def _relieve(self, ended: Ended) -> None:
-        """Give back what saves do without, and if memory is short all that can be given back."""
+        """Give back what saves do without, and all that can be if memory is short.
+
+        While processes wait for memory, once: if they still wait, it is not for this memory, which
+        each save would take again.
+        """
         with self._working:
             self._give_back([s for s, n in [*self._unused.items()] if n >= IDLE_SAVES], ended)
-        if not (shortage := find_shortage()):
+        shortage = find_shortage()
+        is_stall = shortage.startswith(STALL)
+        self._is_stalled &= is_stall
+        if not shortage or self._is_stalled:
             return
         with self._working:
-            nbytes = self._give_back(chain.from_iterable(self._pool.slots.values()), ended)
+            nbytes = self._give_back(chain(*self._pool.slots.values()), ended) if not ended() else 0
         if nbytes:
-            self._was_short = True
+            self._was_short, self._is_stalled = True, is_stall
             logger.warning(
                 "Gave back %d bytes of shared memory, because %s; the next save takes new memory, "
                 "or fails if there is none. Raise the limit, or train with less",

@@ -288,7 +288,10 @@ class JobSpool:
             SpoolError: as `make`.
         """
         self.make()
-        mine = sum(p.stat().st_blocks * 512 for p in list_paths(self.folder, f"*{SLOT_SUFFIX}"))
+        mine = 0
+        for slot in list_paths(self.folder, f"*{SLOT_SUFFIX}"):
+            with suppress(FileNotFoundError):  # its process has just removed it
+                mine += slot.stat().st_blocks * 512
         room, store = find_room(self.folder), measure_ray_stores(self.folder)
         needed, had = slots * nbytes, room.nbytes + mine
         found = (

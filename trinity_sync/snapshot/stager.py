@@ -129,6 +129,8 @@ class Stager:
         self._layouts: dict[tuple[str, str, int], tuple[int, Layout | None]] = {}
         """Step and layout of the last image, by role, component and rank."""
         self.memory = SlotMemory(self.slots, spool.folder, clock)
+        self._fills: list[tuple[SlotKey, Slot, int]] = []
+        """What the last copy filled, until `memory` looks after it."""
         self.waiting_since: float | None = None
         """When the trainer began to wait for an overlapped copy (`time.perf_counter`), which the
         tickets count as a stall; None if it does not wait."""
@@ -247,7 +249,7 @@ class Stager:
         """
         waited = 0.0
         filled: list[tuple[Slot, Ticket]] = []
-        fills: list[tuple[SlotKey, Slot, int]] = []
+        self._fills = []
         with _name_unwritable(plan.origin), plan.locks, use_device(plan.computed):
             if not self._has_required_room:
                 self.require_room(plan.nbytes, raises=False)  # `acquire` does if nothing else helps
@@ -260,7 +262,7 @@ class Stager:
                 waited += seconds
                 filled.append((slot, self._fill(slot, plan, part)))
                 key = (plan.origin.role, part.component, plan.origin.rank)
-                fills.append((key, slot, part.layout.nbytes))
+                self._fills.append((key, slot, part.layout.nbytes))
             if plan.again and all(not s.free and s.holds == ticket for s, ticket in filled):
                 for slot, _ in filled:  # the same submission: a retry may be writing it
                     failure_path(slot.path).unlink(missing_ok=True)
@@ -273,8 +275,13 @@ class Stager:
                 slot.holds = ticket
                 images.append(ticket.image)
         stall_s = self._measure_stall(plan)
-        self.memory.look_after(fills)
+        if plan.seals:  # otherwise once it is published: it must not be given back before
+            self._look_after()
         return Staged(plan.components, plan.nbytes, stall_s, waited, tuple(images))
+
+    def _look_after(self) -> None:
+        fills, self._fills = self._fills, []
+        self.memory.look_after(fills)
 
     def _measure_stall(self, plan: StagePlan) -> float:
         """Return the seconds for which a save has stalled its caller until now."""
@@ -339,6 +346,7 @@ class Stager:
             SpoolError: the spool cannot be written.
         """
         with _name_unwritable(origin), ExitStack() as lock:
+            lock.callback(self._look_after)
             slot = self.slots.hold_image(origin, component)
             if slot is None:
                 return None

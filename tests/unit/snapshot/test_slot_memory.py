@@ -4,6 +4,7 @@ import gc
 import logging
 import resource
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.support.waiting import WAIT_S, until
 from tests.unit.conftest import set_limit
 from trinity_sync.errors import SpoolError, SpoolFullError
 from trinity_sync.fs import memory
+from trinity_sync.fs.atomic import replace_file
 from trinity_sync.snapshot import slot
 from trinity_sync.snapshot.slot_memory import BESIDE
 from trinity_sync.snapshot.spool import open_job_spool
@@ -24,6 +26,15 @@ from trinity_sync.snapshot.stager import Stager
 
 STATE = {"model": {"w": torch.ones(1 << 20)}}
 NBYTES = 4 << 20
+
+
+@pytest.fixture
+def stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the part of the time for which the node's processes wait for memory, in percent."""
+    (proc := tmp_path / "proc" / "self").mkdir(parents=True)
+    (file := proc.parent / "pressure" / "memory").parent.mkdir()
+    monkeypatch.setattr(memory, "_PROC", proc)
+    return lambda part: replace_file(file, b"some avg10=99.00\nfull avg10=%d.00\n" % part)
 
 
 class Clock:
@@ -212,6 +223,57 @@ def test_a_version_that_readers_may_want_is_not_given_back(
     job.stager().memory.run(looks=False)
     assert second.stat().st_blocks
     assert job.stager().holds(job.origin(2), "model", STATE["model"])
+
+
+def test_a_version_is_not_given_back_before_it_is_published(
+    job: Job, stalls: Callable[[int], None]
+) -> None:
+    stalls(85)
+    job.stager().stage(job.origin(1), STATE, seals=False)
+    job.stager().memory.run()
+    assert job.stager().publish(job.origin(1), "model")
+
+
+def test_memory_is_given_back_once_while_processes_wait_for_memory(
+    job: Job, stalls: Callable[[int], None]
+) -> None:
+    first = job.spool.slot("actor", "model", 0, 0)
+    for step, before, is_kept in ((1, 0, False), (2, 85, True), (3, 0, False)):
+        stalls(before)
+        job.stager().memory.run()
+        job.commit_states(step, STATE)
+        stalls(85)
+        job.stager().memory.run()
+        assert (first.stat().st_blocks > 0) is is_kept
+
+
+def test_a_slot_that_its_process_removes_meanwhile_is_no_error_of_the_first_save(job: Job) -> None:
+    (job.spool.folder / "gone.slot").symlink_to("nothing")
+    assert job.stage(1, STATE).images
+
+
+FORKING = """
+import gc, os, sys
+from pathlib import Path
+from tests.support.job import Job
+from trinity_sync.snapshot.spool import open_job_spool
+
+root, spool = map(Path, sys.argv[1:])
+job = Job(root, open_job_spool(spool, root))
+job.stager().prewarm(lambda: [])
+with job.stager().memory._wake._cond:  # as while the thread begins to wait
+    if not (child := os.fork()):
+        job.stagers.clear()
+        gc.collect()
+        os._exit(0)
+os.waitpid(child, 0)
+print("ended")
+"""
+
+
+def test_a_process_that_is_forked_while_the_thread_wakes_drops_the_stager(job: Job) -> None:
+    program = Program(FORKING, job.root, job.spool.folder.parent)
+    assert "ended" in program.end(timeout=WAIT_S)
 
 
 GROWING = """
