@@ -68,10 +68,14 @@ class SlotMemory:
 
         self._begin([work])
 
-    def look_after(self, filled: Iterable[tuple[SlotKey, Slot, int]]) -> None:
-        """Map slots that were filled with so many bytes; look after all until `interrupt`."""
+    def look_after(self, filled: list[tuple[SlotKey, Slot, int]]) -> None:
+        """Map slots that were filled with so many bytes; look after all until `interrupt`.
+
+        The list is empty afterwards.
+        """
         is_fresh = False
-        for key, slot, nbytes in filled:
+        while filled:
+            key, slot, nbytes = filled.pop()
             now, last = self._clock(), self._filled.get(key)
             long_at = now + DENSE * (now - last[2]) if last else math.inf
             self._filled[key] = slot, nbytes, now, long_at

@@ -276,12 +276,8 @@ class Stager:
                 images.append(ticket.image)
         stall_s = self._measure_stall(plan)
         if plan.seals:  # otherwise once it is published: it must not be given back before
-            self._look_after()
+            self.memory.look_after(self._fills)
         return Staged(plan.components, plan.nbytes, stall_s, waited, tuple(images))
-
-    def _look_after(self) -> None:
-        fills, self._fills = self._fills, []
-        self.memory.look_after(fills)
 
     def _measure_stall(self, plan: StagePlan) -> float:
         """Return the seconds for which a save has stalled its caller until now."""
@@ -346,7 +342,7 @@ class Stager:
             SpoolError: the spool cannot be written.
         """
         with _name_unwritable(origin), ExitStack() as lock:
-            lock.callback(self._look_after)
+            lock.callback(self.memory.look_after, self._fills)
             slot = self.slots.hold_image(origin, component)
             if slot is None:
                 return None
