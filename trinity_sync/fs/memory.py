@@ -56,13 +56,15 @@ def find_room(folder: Path) -> Room:
 def find_shortage(more: int = 0) -> str:
     """Return what is short of memory once ``more`` bytes are taken, as a part of a sentence.
 
-    Empty if no memory limit of this process is near, and its processes have not all waited for
-    memory for a tenth of the last ten seconds (PSI, the kernel's pressure stall information).
+    Empty if no memory limit of this process is near, the host has memory, and its processes have
+    not all waited for it for a tenth of the last ten seconds (PSI, pressure stall information).
     """
     groups = dict(_iter_limits())
     for group, left in groups.items():
         if left < more:
             return f"the memory limit of {group} is near"
+    if _measure_available() < more:
+        return "the host's memory is nearly used up"
     for file in (_PROC.parent / "pressure/memory", *(g / "memory.pressure" for g in groups)):
         with suppress(OSError, ValueError, IndexError):  # no such file, as before Linux 4.20
             full = file.read_text().splitlines()[1].split()
@@ -84,6 +86,15 @@ def measure_ray_stores(folder: Path) -> int:
                 if found.st_dev == device:
                     left[found.st_ino] = max(0, found.st_size - found.st_blocks * 512)
     return sum(left.values())
+
+
+def _measure_available() -> int:
+    """Return the bytes that the host's memory leaves to images."""
+    with suppress(OSError, ValueError, KeyError):
+        lines = (_PROC.parent / "meminfo").read_text().splitlines()
+        left = {name: int(kib.split()[0]) << 10 for name, kib in (x.split(":") for x in lines)}
+        return left["MemAvailable"] - min(left["MemTotal"] // 32, _SPARE)
+    return _UNLIMITED
 
 
 def _iter_limits() -> Iterator[tuple[Path, int]]:

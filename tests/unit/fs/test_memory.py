@@ -97,6 +97,17 @@ def test_the_groups_of_a_container_are_below_its_mounts(
     ]
 
 
+def test_memory_that_the_host_lacks_is_a_shortage_where_no_group_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: {64 << 20} kB\nMemAvailable: {3 << 20} kB\nHugePages_Total: 0\n"
+    )
+    monkeypatch.setattr(memory, "_PROC", tmp_path / "self")
+    assert find_shortage(2 << 30) == ""  # a GiB is not for images
+    assert find_shortage((2 << 30) + 1) == "the host's memory is nearly used up"
+
+
 UNIFIED = """\
 40 23 0:40 / {point} rw - cgroup2 cgroup2 rw
 """
