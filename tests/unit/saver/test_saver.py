@@ -825,6 +825,6 @@ def test_saves_that_wait_although_no_saver_lives_are_told_with_what_to_do(
     assert call("retry", job.root, 30).exit_code == 0
     assert "is committed" in call("wait", job.root, 30).stdout
     assert re.match(r"saver\trunning\t\d+\t", call("status").stdout)
-    assert str(job.root) in call("report", "-o", "json").stdout
+    assert str(job.root) in call("report", job.root, "-o", "json").stdout
     (row,) = json.loads(call("jobs", "ls", "-o", "json").stdout)["jobs"]
     assert (row["root"], row["steps"], row["newest"]) == (str(job.root), 1, 30)
