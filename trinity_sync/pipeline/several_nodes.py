@@ -85,9 +85,10 @@ def has_node_records(request: SaveRequest) -> bool:
 
 
 def remove_node_records(request: SaveRequest, number: int | None = None) -> None:
-    """Remove the record of a node, or of all nodes."""
+    """Remove the record of a node, or of all nodes, and what a killed saver has left of it."""
     name = _path(request, "*" if number is None else number).name
-    remove_files(list_uncached(request.save.folder, name))
+    for pattern in (name, f".{name}.*"):
+        remove_files(list_uncached(request.save.folder, pattern))
 
 
 def await_node_records(

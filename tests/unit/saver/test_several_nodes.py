@@ -21,6 +21,7 @@ from tests.support.job import Job
 from tests.support.savers import await_that, end_savers, savers_of
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.client.saver_control import LOG
+from trinity_sync.fs.atomic import make_temporary_path
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import acquire_commit_lock
 from trinity_sync.storage.discovery import require_committed
@@ -232,5 +233,18 @@ def test_a_saver_that_is_killed_on_any_node_is_replaced(
         await_that(has_come, instant)
         saver.kill()
         saver.wait(60)
+    wait_all(ranks)
+    require_saved(job.root, 1)
+
+
+def test_a_record_that_a_killed_saver_was_writing_is_removed_with_the_others(
+    ranks: list[CheckpointCoordinator], job: Job
+) -> None:
+    step = job.root / "global_step_1"
+    with acquire_commit_lock(job.root):
+        save(ranks, 1)
+        await_that(lambda: len([*step.glob(".node*.tmp")]) == NODES, "all savers have begun")
+        for record in [*step.glob(".node*.tmp")]:
+            make_temporary_path(record).touch()
     wait_all(ranks)
     require_saved(job.root, 1)
