@@ -200,8 +200,8 @@ def status(
     settings = read_settings()
     if prometheus:
         with from_extra("metrics"):
-            from trinity_sync.orchestration.metrics import METRICS
-        METRICS.write_gauges(settings, prometheus)
+            from trinity_sync.orchestration.metrics import WorkerMetrics
+        WorkerMetrics().write_gauges(settings, prometheus)
         return
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))

@@ -65,7 +65,10 @@ def test_runs_lists_committed_failed_and_pending_saves(saves: Job) -> None:
 
 def test_status_writes_gauges_for_a_node_exporter(saves: Job, tmp_path: Path) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
+    from trinity_sync.orchestration.metrics import METRICS
+
     register_root(saves.root.parent / "home", saves.root)
+    METRICS.update_newest("other", "checkpoint", 1, 0.0)  # of a worker in this process
     done = run(saves, "status", "--prometheus", tmp_path / "node.prom")
     assert (done.exit_code, done.stdout) == (0, "")
     families = parser.text_string_to_metric_families((tmp_path / "node.prom").read_text())
