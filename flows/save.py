@@ -13,6 +13,7 @@ the node's components, and repeat alone what failed with an I/O error.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ from trinity_sync.pipeline.save import (
     mark_images_failed,
 )
 from trinity_sync.pipeline.several_nodes import await_commit
+from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
@@ -238,6 +240,11 @@ class FlowDriver(Driver):
         except Exception as error:
             if part not in (PERSIST, COMMIT) or not is_of_stack(error):
                 raise
+            journal = Journal.of(self.request)
+            with suppress(OSError):
+                await run_in_thread(journal.read)
+            if why := journal.explain_given_up(self.request.key):  # before this run began it
+                raise SaveFailedError(why) from error
             self.left = self.left or describe_error(error)
             self.log_error(self.left)
             await try_tell(self.request, "left", self.left, url="", start=flow_run.run_count)

@@ -186,6 +186,7 @@ class Journal:
         self._pattern = f"{run_label}.*.jsonl"
         self._offsets: dict[Path, int] = {}
         self._entries: dict[str, Entry] = {}
+        self._given_up: dict[str, str] = {}
 
     @classmethod
     def of(cls, request: SaveRequest) -> "Journal":
@@ -214,6 +215,10 @@ class Journal:
         """Return the state of a save by its request key; None if nothing has begun it."""
         return self._entries.get(key)
 
+    def explain_given_up(self, key: str) -> str:
+        """Return why a saver has failed a save, also before a later start; empty if none has."""
+        return self._given_up.get(key, "")
+
     def find_last(self) -> Entry | None:
         """Return what was written last; None if nothing was."""
         return max(self._entries.values(), key=lambda entry: entry.at, default=None)
@@ -229,6 +234,8 @@ class Journal:
 
     def _take(self, lines: bytes) -> None:
         for entry in decode_lines(Entry, lines):
+            if entry.takes_over and entry.has_failed:
+                self._given_up[entry.key] = entry.message
             known = self._entries.pop(entry.key, entry)
             self._entries[entry.key] = max(known, entry, key=lambda each: each.rank)
             if len(self._entries) > _REMEMBERED:  # those of other runs, which are read by name

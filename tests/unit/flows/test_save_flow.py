@@ -192,6 +192,25 @@ def test_a_save_that_the_stack_cannot_do_ends_as_its_saver_tells(
         asyncio.run(asyncio.wait_for(await_the_end(), 60))
 
 
+def test_a_save_that_a_saver_has_failed_before_its_run_began_is_left_to_none(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = job.request(1)
+    append(request, "failed", "non-finite values")  # by the saver
+    append(request, "pending", start=1)
+    monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
+
+    async def fail() -> None:
+        raise HiddenSpoolError("not seen")
+
+    driver = flows.save.FlowDriver(request)
+    driver._limit_s, driver._persist = 600.0, fail  # type: ignore[method-assign]
+    with pytest.raises(SaveFailedError, match="non-finite values"):
+        asyncio.run(asyncio.wait_for(driver.do(PERSIST), 60))
+    assert (known := read_entry(request))
+    assert known.state == "pending"
+
+
 def test_a_commit_by_the_saver_alone_is_counted_and_told_as_any_other(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
