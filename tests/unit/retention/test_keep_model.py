@@ -120,8 +120,9 @@ def test_pinned_leased_and_held_steps_stay_whole_and_the_best_weights_stay(saved
 
 
 def test_a_resume_from_weights_is_refused_and_names_the_newest_whole_step(
-    saved: Job, coordinator_of: Open
+    saved: Job, coordinator_of: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(saved.spool.folder.parent))
     prune(saved.root)
     second = coordinator_of(run_key="second")
     assert second.latest_step() == 40

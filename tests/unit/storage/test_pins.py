@@ -59,8 +59,9 @@ def test_a_tag_does_not_name_the_step_that_another_run_has_put_in_place_of_its_o
 
 
 def test_the_best_step_is_not_one_of_its_number_that_a_later_run_has_superseded(
-    committed: Job,
+    committed: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(committed.spool.folder.parent))
     pin_ahead(committed.root, 2, BEST)
     for key, resumed_from in (("first", 0), ("second", 3)):
         open_run(committed.root, key, resumed_from)
