@@ -38,7 +38,7 @@ def main() -> int:
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir()
     print("starting a Prefect server, Ray and the flow worker, unless they run", flush=True)
-    was_running = trinity_sync("status") == 0
+    was_running = is_stack_running()
     try:
         command = ["trinity-sync", "run", "--", sys.executable, "-m", "grpo_copy.story"]
         status = run_story(command, sync)
@@ -67,9 +67,15 @@ def run_story(command: list[str], sync: str) -> int:
         raise
 
 
-def trinity_sync(*arguments: str | Path) -> int:
+def is_stack_running() -> bool:
+    """Return whether a stack runs; without ``stack``, none is as good, since savers do its work."""
+    return trinity_sync("status", TRINITY_SYNC_SAVER="stack") == 0
+
+
+def trinity_sync(*arguments: str | Path, **variables: str) -> int:
     """Run a command of the stack; returns its exit status."""
-    return subprocess.run(["trinity-sync", *arguments], capture_output=True).returncode
+    env = {**os.environ, **variables}
+    return subprocess.run(["trinity-sync", *arguments], capture_output=True, env=env).returncode
 
 
 def clean_up(settings: Settings, output: Path = OUTPUT) -> None:

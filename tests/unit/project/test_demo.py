@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,16 +21,43 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 """With the command of this environment, which has client and stack."""
 
 
-def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
-    tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The demo's program, whose home has no stack."""
     monkeypatch.setenv("PATH", PATH)
     monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TRINITY_SYNC_SAVER", "auto")  # as on a fresh machine
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
     spec = importlib.util.spec_from_file_location("demo", DEMO)
     assert spec is not None
     assert spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize("story", [0, 1])
+def test_the_demo_ends_the_stack_that_it_has_started(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: int
+) -> None:
+    called = []
+    command = demo.trinity_sync
+
+    def call(*arguments: str, **variables: str) -> int:
+        called.append(arguments[0])
+        return command(*arguments, **variables)
+
+    monkeypatch.setattr(demo, "OUTPUT", tmp_path / "demo-output")
+    monkeypatch.setattr(demo, "trinity_sync", call)
+    monkeypatch.setattr(demo, "run_story", lambda *_: story)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    assert demo.main() == story
+    assert called[:2] == ["status", "down"]
+
+
+def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
+    demo: Any, tmp_path: Path, spool_folder: Path
+) -> None:
     settings = Settings(home=tmp_path / "home", spool=spool_folder)
     output = tmp_path / "demo-output"
     for root in (mine := output / "job-1", theirs := tmp_path / "job-2"):
