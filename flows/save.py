@@ -243,7 +243,8 @@ class FlowDriver(Driver):
             journal = Journal.of(self.request)
             with suppress(OSError):
                 await run_in_thread(journal.read)
-            if why := journal.explain_given_up(self.request.key):  # before this run began it
+            why = journal.explain_given_up(self.request.key)
+            if why and flow_run.run_count == 1:  # before this run began it; what is retried is left
                 raise SaveFailedError(why) from error
             self.left = self.left or describe_error(error)
             self.log_error(self.left)

@@ -192,23 +192,32 @@ def test_a_save_that_the_stack_cannot_do_ends_as_its_saver_tells(
         asyncio.run(asyncio.wait_for(await_the_end(), 60))
 
 
-def test_a_save_that_a_saver_has_failed_before_its_run_began_is_left_to_none(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_save_that_a_saver_has_failed_before_its_run_began_is_left_to_none_until_it_is_retried(
+    job: Job, monkeypatch: pytest.MonkeyPatch, start: int
 ) -> None:
     request = job.request(1)
     append(request, "failed", "non-finite values")  # by the saver
-    append(request, "pending", start=1)
+    begun = append(request, "pending", start=start)
+    monkeypatch.setattr(flows.save, "flow_run", SimpleNamespace(run_count=start))
     monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
 
     async def fail() -> None:
         raise HiddenSpoolError("not seen")
 
-    driver = flows.save.FlowDriver(request)
-    driver._limit_s, driver._persist = 600.0, fail  # type: ignore[method-assign]
-    with pytest.raises(SaveFailedError, match="non-finite values"):
-        asyncio.run(asyncio.wait_for(driver.do(PERSIST), 60))
-    assert (known := read_entry(request))
-    assert known.state == "pending"
+    async def await_the_end() -> None:
+        driver = flows.save.FlowDriver(request)
+        driver._limit_s, driver._persist = 600.0, fail  # type: ignore[method-assign]
+        waiting = asyncio.create_task(driver.do(PERSIST))
+        while (known := read_entry(request)) == begun and not waiting.done():
+            await asyncio.sleep(0.01)
+        if known != begun:
+            append(request, "failed", "the disk is full", over=known)
+        await waiting
+
+    why = "non-finite values" if start == 1 else "the disk is full"
+    with pytest.raises(SaveFailedError, match=why):
+        asyncio.run(asyncio.wait_for(await_the_end(), 60))
 
 
 def test_a_commit_by_the_saver_alone_is_counted_and_told_as_any_other(
