@@ -4,6 +4,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
@@ -105,16 +106,18 @@ class RolloutLedger:
             ConfigError: a rollout was never issued, or its versions do not name each token once;
                 nothing is recorded.
         """
-        found = {each: [*map(tuple, spans)] for each, spans in (versions or {}).items()}
-        for each, spans in found.items():
-            ends = [-1, *(last for _, _, last in spans)]
-            if any(
+        found: dict[Id, list[tuple[int, int, int]]] = {}
+        for each, spans in (versions or {}).items():
+            with suppress(TypeError, ValueError):  # what a saved state would not have again
+                found[each] = msgspec.convert([*spans], list[tuple[int, int, int]])
+            ends = [-1, *(last for _, _, last in found.get(each, ()))]
+            if each not in found or any(
                 step < 0 or not before + 1 == first <= last
-                for before, (step, first, last) in zip(ends, spans, strict=False)
+                for before, (step, first, last) in zip(ends, found[each], strict=False)
             ):
                 raise ConfigError(
                     f"versions {spans} of rollout {each!r} do not name each token once; pass "
-                    "(step, first token, last token) of each version, in the order of the tokens"
+                    "ints (step, first token, last token) of each version, in the tokens' order"
                 )
         return self._move("finished", ids, {"issued"}, found)
 
