@@ -1,5 +1,6 @@
 """What a flow run begins and cannot do, for a fault of the stack, the saver of the node commits."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 
 from tests.faults.slow_save import (
-    SIZE,
     assert_committed,
     begin_slow_save,
     key,
@@ -59,19 +59,31 @@ def test_a_process_of_ray_that_is_killed_in_mid_write(
     assert_left_to_the_saver(saves, api, 2, "has not written them")
 
 
-def test_files_of_ray_that_a_cleaner_has_removed(
-    saves: CheckpointCoordinator, root: Path, stack: StackState, api: Api
+def test_files_of_ray_that_a_cleaner_has_removed_in_mid_write(
+    saves: CheckpointCoordinator, root: Path, stack_settings: Settings, stack: StackState, api: Api
 ) -> None:
+    begin_slow_save(saves, root, 2)
+    (writer,) = ray_processes(stack_settings, "ray::persist-model")
+    writer.suspend()
     logs = [*Path(stack.ray_folder).glob("ray/session_2*/logs")]
     for each in logs:
         each.rename(each.with_name("removed"))
     try:
-        saves.save(2, {"model": {"w": torch.full((SIZE,), 2.0)}})
+        is_hurt = embedded.status(stack_settings).services[1].state == "unresponsive"
+        assert is_hurt or all(each.exists() for each in logs)  # a new process of Ray makes it again
+        writer.resume()
         assert_left_to_the_saver(saves, api, 2, "Ray cannot run persist-model")
-        assert embedded.status(saves.settings).services[1].state == "unresponsive"
     finally:
         for each in logs:
-            each.with_name("removed").rename(each)
+            put_back(each.with_name("removed"), each)
+
+
+def put_back(folder: Path, place: Path) -> None:
+    """Rename a folder to its old place, with the files that have been made there meanwhile."""
+    for made in place.glob("*.*"):
+        made.rename(folder / made.name)
+    shutil.rmtree(place, ignore_errors=True)
+    folder.rename(place)
 
 
 def test_a_worker_that_ends_in_mid_write(
