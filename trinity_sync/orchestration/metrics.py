@@ -41,6 +41,7 @@ from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.weights.state_files import read_sync_report
 
 if TYPE_CHECKING:
@@ -232,10 +233,12 @@ class _Observed:
     free_bytes: int
     lags: dict[str, int]
     """Steps that each reader is behind the newest version, by its name."""
+    metrics: dict[str, float]
+    """Metrics that the run recorded for the newest step, by their names."""
 
 
 class RootObserver(Collector):
-    """Corrupted steps, failed saves, free disk space and the lag of readers, of known jobs.
+    """Corrupted steps, failed saves, free disk, lag of readers and recorded metrics, of known jobs.
 
     A root that cannot be read, or hangs, is logged once, and its metrics are left out until it can
     be read. ``on_newest`` is called with a job, a kind, and the step and time of its newest commit.
@@ -308,13 +311,20 @@ class RootObserver(Collector):
         failed = GaugeMetricFamily(
             "trinity_sync_failed_saves", "Saves that failed since the newest commit", labels=["job"]
         )
+        recorded = GaugeMetricFamily(
+            "trinity_sync_step_metric",
+            "Metrics that the run recorded for its newest step",
+            labels=["job", "metric"],
+        )
         for each in self._observed.values():
             corrupted.add_metric([each.job], each.corrupted)
             failed.add_metric([each.job], each.failed)
             free.add_metric([each.job], each.free_bytes)
             for reader, behind in each.lags.items():
                 lag.add_metric([each.job, reader], behind)
-        yield from (corrupted, failed, free, lag)
+            for name, value in each.metrics.items():
+                recorded.add_metric([each.job, name], value)
+        yield from (corrupted, failed, free, lag, recorded)
 
 
 def _exists(root: Path) -> bool:
@@ -341,6 +351,7 @@ def _observe(settings: Settings, root: Path, before: _Observed | None) -> _Obser
         marks = (step_folder(root, step) / CORRUPTION_MARK for step in steps_on_disk(root))
         corrupted, counted_at = sum(mark.exists() for mark in marks), now
     statuses = [each.status for each in list_saves(settings, root)]
+    last = max(newest.values(), key=lambda manifest: manifest.step, default=None)
     return _Observed(
         job=job_id(root),
         newest=newest,
@@ -349,4 +360,5 @@ def _observe(settings: Settings, root: Path, before: _Observed | None) -> _Obser
         failed=[*takewhile(lambda status: status != "committed", statuses)].count("failed"),
         free_bytes=shutil.disk_usage(root).free,
         lags={reader.name: reader.behind for reader in readers},
+        metrics=read_metrics(root, last.run, last.step) if last else {},
     )

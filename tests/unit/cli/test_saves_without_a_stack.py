@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
+from trinity_sync import Checkpoints
 from trinity_sync.cli.commands import app
 from trinity_sync.saves.journal import append
 from trinity_sync.snapshot.job_identity import job_id, register_root
@@ -69,6 +70,7 @@ def test_status_writes_gauges_for_a_node_exporter(saves: Job, tmp_path: Path) ->
 
     register_root(saves.root.parent / "home", saves.root)
     METRICS.update_newest("other", "checkpoint", 1, 0.0)  # of a worker in this process
+    Checkpoints(saves.root).record_metrics(10, {"age_max": 3.0})
     done = run(saves, "status", "--prometheus", tmp_path / "node.prom")
     assert (done.exit_code, done.stdout) == (0, "")
     families = parser.text_string_to_metric_families((tmp_path / "node.prom").read_text())
@@ -80,9 +82,11 @@ def test_status_writes_gauges_for_a_node_exporter(saves: Job, tmp_path: Path) ->
     values = {name.removeprefix("trinity_sync_"): each.value for name, each in found.items()}
     assert values.keys() == {
         "newest_step", "newest_commit_age_seconds", "pending_images", "pending_age_seconds",
-        "spool_free_bytes", "root_free_bytes", "corrupted_steps", "failed_saves",
+        "spool_free_bytes", "root_free_bytes", "corrupted_steps", "failed_saves", "step_metric",
     }  # fmt: skip
-    assert [values[n] for n in ("newest_step", "pending_images", "failed_saves")] == [10, 2, 1]
+    counts = [values[n] for n in ("newest_step", "pending_images", "failed_saves", "step_metric")]
+    assert counts == [10, 2, 1, 3]
+    assert found["trinity_sync_step_metric"].labels["metric"] == "age_max"
     saves.commit(30)
     run(saves, "status", "--prometheus", tmp_path / "node.prom")
     assert re.search(r"trinity_sync_failed_saves\{.*\} 0.0", (tmp_path / "node.prom").read_text())
