@@ -167,7 +167,7 @@ def restart(folder: Path, ranks: int) -> Restart:
     """Load a step on all ranks, and count their calls; ``folder`` is empty."""
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.settings import Settings
-    from trinity_sync.snapshot.slot_memory import BESIDE
+    from trinity_sync.snapshot.slot_pool import BESIDE
 
     root = folder / "ckpts"
     root.mkdir()

@@ -23,8 +23,7 @@ from trinity_sync.snapshot.stager import Stager, estimate_nbytes
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.restore import load_shards, load_states
-from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.storage.restore import fill_states, load_shards, load_states
 
 if TYPE_CHECKING:
     from benchmarks.training import Training

@@ -27,8 +27,7 @@ from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.placement import NodeRanks
-from trinity_sync.storage.restore import open_states
-from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.storage.restore import fill_states, open_states
 from trinity_sync.storage.save_functions import list_requests
 from trinity_sync.tensors.replicas import adopt_meshes
 

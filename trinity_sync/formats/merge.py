@@ -48,9 +48,8 @@ from trinity_sync.storage.discovery import (
     read_manifest_state,
     require_unreplaced,
 )
-from trinity_sync.storage.health import FileHealth
 from trinity_sync.storage.leases import lease_to_read
-from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest_into
+from trinity_sync.storage.manifest import FileHealth, FileRecord, Manifest, write_manifest_into
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.quarantine import fetching_folder

@@ -8,8 +8,10 @@ quantized and nested tensors, and an object that pickles itself with ``torch.sav
 data.
 
 Holes start at multiples of 4,096 bytes, so a filled image can be written with direct I/O. A layout
-is reused for a state of equal structure and plain values; if only floats differ, as with a learning
-rate schedule, the floats and their checksum are replaced in copies of the first and last extent.
+is reused for a state of equal structure and plain values (`_walk_state`); if only floats differ, as
+with a learning rate schedule, the floats and their checksum are replaced in copies of the first and
+last extent. A state with a value that cannot be compared cheaply and reliably (a large NumPy array,
+an object of a user's class, a tensor with attributes) is laid out again at each save.
 
 The pickler records the storages, and the offsets of floats. Besides tensors, floats change from
 save to save, such as a scheduled learning rate. In a pickle a float is an opcode and eight bytes,
@@ -28,40 +30,34 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config as serialization_config
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.layout_key import (
-    LayoutKey,
-    StateWalk,
-    UndetachedStateDict,
-    is_plain_tensor,
-    pack_floats,
-    walk_state,
-)
 from trinity_sync.tensors.memcpy import copy_into, exceeds_storage, view_bytes
 from trinity_sync.tensors.torch_private import (
     HASHED,
     disable_subclasses,
     get_new_dtypes,
     get_spec_and_shard,
+    get_storage_id,
     get_untyped_storage,
     reduce_plain_tensor,
     reduce_without_hash,
     replace_shard,
 )
 
-_PLAIN = (str, int, bool, type(None), tuple, list, dict, OrderedDict, torch.Size)
-_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
+_BUILT_IN = (str, int, bool, type(None), tuple, list, dict, OrderedDict, torch.Size)
 _NAMED = map(type, (torch.Tensor, torch.FloatStorage, torch.float32, torch.manual_seed))
-_NO_STORAGE = frozenset((*_PLAIN, *_TENSORS, *_NAMED))
+_NO_STORAGE = _TENSORS.union(_BUILT_IN, _NAMED)
 """Types of most pickled objects; torch checks for each object whether it is a storage."""
 
 _MARK = struct.unpack(">d", b"\x3f" + secrets.token_bytes(7))[0]
@@ -85,7 +81,7 @@ class RecordingPickle:
         self.content = b""
         """The complete pickle."""
         self.floats = b""
-        """Floats of the pickle in order, from `pack_floats`."""
+        """Floats of the pickle in order, from `_pack_floats`."""
         self.places: list[int] = []
         """Offset of each float in the pickle, in bytes."""
         self.Pickler = _pickler(self)
@@ -99,7 +95,7 @@ class RecordingPickle:
         first, *rest = marked.split(_MARKED)
         if len(rest) != len(floats):
             raise ImageError("the state happens to hold bytes that mark floats; save it again")
-        self.floats = pack_floats(floats)
+        self.floats = _pack_floats(floats)
         content = bytearray(first)
         for number, after in enumerate(rest):
             self.places.append(len(content) + 1)
@@ -146,7 +142,7 @@ def _pickler(record: RecordingPickle) -> type[pickle.Pickler]:
 
         def reducer_override(self, obj: Any) -> Any:
             require_data(obj)
-            if type(obj) is torch.Tensor and obj.dtype not in newer and is_plain_tensor(obj):
+            if type(obj) is torch.Tensor and obj.dtype not in newer and _is_plain_tensor(obj):
                 return reduce_plain_tensor(obj)
             if type(obj) is OrderedDict and not obj and not obj.__dict__:
                 return OrderedDict, ()
@@ -251,9 +247,9 @@ class Layout:
     nbytes: int
     extents: list[tuple[int, bytes]]
     holes: list[tuple[int, int]]
-    structure: LayoutKey | None = None
+    structure: list[Any] | None = None
     floats: bytes = b""
-    """Values of the plain floats, as in `StateWalk`."""
+    """Values of the plain floats, as in `_StateWalk`."""
     places: _Floats | None = None
     """None if the offsets are not known."""
 
@@ -315,7 +311,7 @@ def lay_out(
     """
     if isinstance(state, LaidOut):
         return state.layout, state.storages
-    read = walk_state(state)
+    read = _walk_state(state)
     if read and known and read.structure == known.structure:
         if read.floats == known.floats:
             return known, read.storages
@@ -347,7 +343,7 @@ def _save(state: Any) -> Iterator[tuple["_Sink", RecordingPickle]]:
 
 
 def _make_layout(
-    sink: "_Sink", recorder: RecordingPickle, read: StateWalk | None
+    sink: "_Sink", recorder: RecordingPickle, read: "_StateWalk | None"
 ) -> tuple[Layout, Storages]:
     """Return the layout and storages of what was written and recorded."""
     storages = [storage for storage in recorder.storages.values() if storage.nbytes()]
@@ -470,3 +466,167 @@ def _aligned(alignment: int) -> Iterator[None]:
             yield
         finally:
             serialization_config.save.storage_alignment = before
+
+
+class UndetachedStateDict(dict[str, Any]):
+    """A ``state_dict(keep_vars=True)`` that is laid out and staged as ``state_dict()`` is.
+
+    Detaching a DTensor takes 10 µs. Only the first layout needs tensors without gradients and
+    attributes, so later saves of thousands of tensors skip it.
+    """
+
+    def detached(self) -> dict[str, Any]:
+        """Return the state dict that is saved."""
+        return {
+            name: value.detach() if isinstance(value, torch.Tensor) else value
+            for name, value in self.items()
+        }
+
+
+@dataclass(frozen=True)
+class _StateWalk:
+    """The result of a walk over a state."""
+
+    structure: list[Any]
+    """Everything that determines the headers except the floats' values, flat, in pickle order."""
+    floats: bytes
+    """`_pack_floats`, in pickle order."""
+    storages: list[torch.UntypedStorage]
+    """Non-empty storages, each once."""
+
+
+def _pack_floats(floats: Sequence[float]) -> bytes:
+    """Return floats as a pickle has them, eight bytes each; nan equals nan, -0.0 is not 0.0."""
+    return struct.pack(f">{len(floats)}d", *floats)
+
+
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_SPECIAL = _COMPLEX | _QUANTIZED
+_PLAIN = frozenset((int, str, bytes, bool, type(None)))
+_CONTAINERS = frozenset((dict, OrderedDict, UndetachedStateDict, list, tuple))
+
+
+_ARRAY = 16 << 10
+"""Largest NumPy array in bytes that is compared; a random state has 2.5 KB."""
+
+
+def _is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a ``torch.Tensor`` is a strided view of a storage and nothing more."""
+    return (
+        (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is torch.strided
+        and not (tensor.dtype in _SPECIAL or tensor.is_nested or tensor.is_neg())
+        and not tensor.__dict__
+    )
+
+
+def _is_small(array: "np.ndarray[Any, Any]") -> bool:
+    return array.nbytes <= _ARRAY and array.dtype.kind in "biuf" and array.flags.c_contiguous
+
+
+class _NotComparable(Exception):
+    """The state has a value whose equality does not imply an equal pickle."""
+
+
+def _walk_state(state: Any) -> _StateWalk | None:
+    """Walk over ``state`` and return its key; None if it has to be laid out again."""
+    walk = _Walk(attributes_count=type(state) is not UndetachedStateDict)
+    try:
+        with disable_subclasses():  # attributes of DTensors are read as they are
+            walk.visit(state)
+    except Exception:  # whether it can be saved at all is for torch.save to say
+        return None
+    return _StateWalk(walk.found, _pack_floats(walk.floats), walk.live)
+
+
+@dataclass
+class _Walk:
+    """What a walk has found; it is the whole cost of a known state."""
+
+    attributes_count: bool
+    found: list[Any] = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)
+    live: list[torch.UntypedStorage] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    firsts: list[torch.Tensor] = field(default_factory=list)
+    """The first tensor in each storage."""
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def visit(self, value: Any) -> None:
+        """Add a value, and all that is in it."""
+        kind = type(value)
+        if kind in _TENSORS:
+            self._add_tensor(value, kind)
+            return
+        add, seen, visit = self.found.append, self.seen, self.visit
+        add(kind)
+        if kind is float:
+            self.floats.append(value)
+        elif kind in _PLAIN:
+            add(value)
+        elif kind not in _CONTAINERS and not (kind is np.ndarray and _is_small(value)):
+            raise _NotComparable
+        elif (address := id(value)) in seen:
+            add(~seen[address])  # a pickle also has it once
+        else:
+            seen[address] = len(seen)
+            if kind is np.ndarray:
+                self.found += (value.dtype.str, value.shape, value.tobytes())
+                return
+            add(len(value))
+            if kind is list or kind is tuple:
+                for item in value:
+                    visit(item)
+                return
+            for key, item in value.items():
+                if type(key) is str:
+                    add(key)
+                else:
+                    visit(key)
+                visit(item)
+            if kind is OrderedDict:
+                visit(value.__dict__)  # a module's state has its _metadata there
+
+    def _add_tensor(self, value: Any, kind: Any) -> None:
+        given, add_all, attributes_count = value, self.found.extend, self.attributes_count
+        if kind is DTensor:
+            if attributes_count and value.__dict__:
+                raise _NotComparable
+            # specs are shared by tensors and saves, and hold shape, strides, mesh and placements
+            spec, shard = get_spec_and_shard(value)
+            add_all((kind, spec, value.requires_grad))
+            value, kind = shard, type(shard)
+        if kind not in _TENSORS or kind is DTensor or value.layout is not torch.strided:
+            raise _NotComparable
+        if attributes_count and value.__dict__:
+            raise _NotComparable
+        dtype = value.dtype
+        if dtype in _SPECIAL:
+            if dtype in _QUANTIZED:
+                raise _NotComparable
+            self.found.append(value.is_conj())
+        storage = value.untyped_storage()
+        nbytes, address = storage.nbytes(), get_storage_id(storage)
+        number = self.numbers.get(address)
+        if number is None:
+            number = self.numbers[address] = len(self.numbers)
+            self.firsts.append(given)
+            if nbytes:
+                self.live.append(storage)
+        elif given is not self.firsts[number]:  # a pickle has an object once
+            self.found.append(self.seen.setdefault(id(given), len(self.seen)))
+        add_all(
+            (
+                kind,
+                dtype,
+                value.shape,
+                value.stride(),
+                value.storage_offset(),
+                None if value.is_cpu else value.device,
+                value.requires_grad,
+                value.is_neg(),
+                number,
+                nbytes,
+            )
+        )

@@ -24,8 +24,7 @@ from trinity_sync.snapshot.mutation_guard import MutationGuard, has_samples
 from trinity_sync.snapshot.packed import Packed
 from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.slot_memory import SlotMemory
-from trinity_sync.snapshot.slot_pool import SlotKey, SlotPool
+from trinity_sync.snapshot.slot_pool import SlotKey, SlotMemory, SlotPool
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (
     Ticket,

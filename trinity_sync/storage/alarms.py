@@ -13,10 +13,15 @@ from dataclasses import replace
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.layout import KINDS
 from trinity_sync.snapshot.save_id import SaveId
-from trinity_sync.storage.health import COMPARED, sum_up_health
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
+from trinity_sync.storage.manifest import (
+    COMPARED,
+    FileRecord,
+    Manifest,
+    read_manifest,
+    sum_up_health,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,10 @@ the 4 MB of the others. So a manifest with more than `PART_FILES` files names pa
 digests, and each part has the files of consecutive ranks. The parts are durable before the manifest
 is renamed, which stays the commit. They are named by their content, so those of an earlier manifest
 of the step stay readable until it is replaced.
+
+The record of a file also has what was found in its values as it was written (`tensors.health`), and
+since which step its bytes are the same. A step is unhealthy if values of it are not finite; a part
+that has not changed is an alarm, and as good to load as it was.
 """
 
 import hashlib
@@ -16,7 +20,11 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import hypot
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import msgspec
 
 from trinity_sync.errors import FormatError, ManifestError, TrinitySyncError
 from trinity_sync.fs.atomic import is_temporary, list_paths, read_uncached, replace_file
@@ -33,20 +41,102 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.save_id import Export, Parent
-from trinity_sync.storage.health import DISTCP, ComponentHealth, FileHealth, sum_up_health
+from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.save_timing import SaveTiming
 
 logger = logging.getLogger(__name__)
 
 PART_FILES = 1000
 """Most files in a manifest without parts, and in a part."""
-
 RESUME_ONLY = ("optim", "extra_state")
 """Components without which the weights of a step can still be read."""
-
+COMPARED = ("model", "optim", "dcp")
+"""Components that a training changes from step to step."""
+DISTCP = ".distcp"
+"""Suffix of a rank's file of DCP or Megatron, which only they read."""
+_NAMED = 3
+"""Tensors that a message names."""
 _NAME = re.compile(r"manifest-[0-9a-f]{16}\.json")
 _OWN = (MANIFEST, FULL_CHECKPOINT_MARK, CORRUPTION_MARK)
 _REMOVED = re.compile(r"\.nfs[0-9a-f]{24}")
+_Magnitude = Annotated[float, msgspec.Meta(ge=0)]
+
+
+def is_looked_into(component: str, path: str) -> bool:
+    """Return whether the values of a file are looked at."""
+    return component in COMPARED and path.endswith((".pt", DISTCP))
+
+
+@dataclass(frozen=True)
+class FileHealth:
+    """The floating-point values of a file."""
+
+    tensors: Count
+    """Number of tensors that were looked at."""
+    nonfinite: Count
+    """Number of values that are NaN or infinite."""
+    norm: _Magnitude
+    """L2 norm of the finite values; of tensors of more than 512 KiB, it is estimated."""
+    largest: _Magnitude
+    """Largest magnitude of the finite values."""
+    names: tuple[str, ...]
+    """The first tensors with values that are not finite; in a file of DCP, where they start."""
+
+
+@dataclass(frozen=True)
+class ComponentHealth(FileHealth):
+    """The values of a component of a role, of all ranks whose files were looked at."""
+
+    role: str
+    """Folder below the step's folder."""
+    component: str
+    """``model``, ``optim`` or ``dcp``."""
+    nonfinite_ranks: tuple[int, ...]
+    """Ranks with values that are not finite."""
+    unchanged_since: int | None
+    """Earlier step whose files have the same content on all ranks; None if a file has changed."""
+
+    @property
+    def wrong(self) -> str:
+        """Which values are not finite, in words; empty if all are finite."""
+        if not self.nonfinite:
+            return ""
+        values = f"{self.nonfinite:,} non-finite value{'s' * (self.nonfinite > 1)}"
+        ranks, names = describe_ranks(self.nonfinite_ranks), ", ".join(self.names)
+        return f"{values} in {self.role}/{self.component} of {ranks} ({names})"
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, in words."""
+        since = self.unchanged_since
+        is_same = f"{self.role}/{self.component} has not changed since step {since}"
+        return [*filter(None, [self.wrong, is_same * (since is not None)])]
+
+
+def sum_up_health(files: "Iterable[FileRecord]") -> tuple[ComponentHealth, ...]:
+    """Return the health of each component of each role, as far as anything is known of it."""
+    groups: dict[tuple[str, str], list[FileRecord]] = {}
+    for file in files:
+        if file.component in COMPARED:
+            groups.setdefault((file.role, file.component), []).append(file)
+    found = (_sum_up(*group, files) for group, files in sorted(groups.items()))
+    return tuple(each for each in found if each.tensors or each.problems)
+
+
+def _sum_up(role: str, component: str, files: "Sequence[FileRecord]") -> ComponentHealth:
+    seen = [file.health for file in files if file.health]
+    since = [-1 if file.unchanged_since is None else file.unchanged_since for file in files]
+    return ComponentHealth(
+        sum(each.tensors for each in seen),
+        sum(each.nonfinite for each in seen),
+        hypot(*(each.norm for each in seen)),
+        max((each.largest for each in seen), default=0.0),
+        tuple(dict.fromkeys(name for each in seen for name in each.names))[:_NAMED],
+        role,
+        component,
+        tuple(file.rank for file in files if file.health and file.health.nonfinite),
+        unchanged_since=None if -1 in since else max(since),
+    )
 
 
 def is_own_file(path: str) -> bool:

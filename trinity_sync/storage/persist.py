@@ -65,8 +65,14 @@ from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_
 from trinity_sync.storage.alarms import list_commits_before
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_spares
 from trinity_sync.storage.gather import gather_images
-from trinity_sync.storage.health import DISTCP, FileHealth, is_looked_into, sum_up_health
-from trinity_sync.storage.manifest import FileRecord, read_run_manifest
+from trinity_sync.storage.manifest import (
+    DISTCP,
+    FileHealth,
+    FileRecord,
+    is_looked_into,
+    read_run_manifest,
+    sum_up_health,
+)
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Written, remove_files
 

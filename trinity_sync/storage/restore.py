@@ -8,6 +8,11 @@ Code such as the loaders of DCP opens files by name. A later run that commits a 
 its folder, and other users may be able to rename files in it: what has a file's name when it is
 checked may not have it when it is read. So a file is opened once, the open file is checked, and the
 code gets a path of the open file (``/proc/self/fd/N``), or a private folder of links to such paths.
+
+`fill_states` restores into tensors that live: one copy, and no memory besides theirs. Bytes reach a
+tensor before the digest of their file is known, so an error on the way says which components have
+changed. Everything that can be checked earlier is: all files are opened, and their tensors compared
+with the live ones, before the first is filled.
 """
 
 import logging
@@ -35,6 +40,7 @@ from trinity_sync.fs.direct_io import (
     no_progress,
     open_to_read,
     read_fd,
+    scatter_fd,
 )
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import EMPTY_FOLDER, step_folder
@@ -42,7 +48,8 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import hold_slot
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import FileRecord, Manifest
-from trinity_sync.tensors.deserialize import load_image
+from trinity_sync.tensors.deserialize import is_plain_forced, load_image
+from trinity_sync.tensors.in_place import Filling, plan_copies, plan_filling
 from trinity_sync.tensors.replicas import iter_dtensors
 
 logger = logging.getLogger(__name__)
@@ -76,7 +83,7 @@ def load_shards(
     """Yield the states in shards of a committed step, in order, and read the next ones ahead.
 
     Files of this user are unpickled as veRL and ``torch.load(weights_only=False)`` do it; files of
-    others may contain nothing but tensors and plain values, see ``tensors.safe_load``.
+    others may contain nothing but tensors and plain values, see ``tensors.deserialize``.
 
     ``paths`` are below the step's folder, as in its manifest:
     ``actor/model_world_size_1_rank_0.pt``. Without the ``spool`` of the job on this node, files are
@@ -96,7 +103,7 @@ def load_shards(
     manifest = manifest or require_committed(root, step)
     records = [_find_record(root, manifest, path) for path in paths]
     files = [
-        ShardFile(folder, record, spool, cached=is_for_several_ranks(manifest, record))
+        _ShardFile(folder, record, spool, cached=_is_for_several_ranks(manifest, record))
         for record in records
     ]
     with ExitStack() as opened, ThreadPoolExecutor(1, thread_name_prefix="restore") as ahead:
@@ -166,7 +173,7 @@ def open_states(
         CommitError, ConfigError, FormatError: as `load_states`.
     """
     manifest = manifest or require_committed(root, step)
-    records = find_own_shards(root, manifest, role, rank, world_size, only)
+    records = _find_own_shards(root, manifest, role, rank, world_size, only)
     paths = {name: record.path for name, record in records.items() if name not in besides}
     wanted = [*paths.values()]
     how: Any = {"spool": spool, "manifest": manifest, "borrow": wanted if borrow else ()}
@@ -178,7 +185,7 @@ def open_states(
         yield states
 
 
-def find_own_shards(
+def _find_own_shards(
     root: str | Path,
     manifest: Manifest,
     role: str,
@@ -244,7 +251,7 @@ def _refuse_ranks(
     )
 
 
-def is_for_several_ranks(manifest: Manifest, record: FileRecord) -> bool:
+def _is_for_several_ranks(manifest: Manifest, record: FileRecord) -> bool:
     """Return whether several ranks load a file: it is replicated, or has several names."""
     return any(
         other.world_size > record.world_size
@@ -266,7 +273,7 @@ def load_bytes(
     """
     manifest = manifest or require_committed(root, step, paths=[path])
     record = _find_record(root, manifest, path)
-    return bytes(_read(ShardFile(step_folder(root, step), record, None)))
+    return bytes(_read(_ShardFile(step_folder(root, step), record, None)))
 
 
 def restore_folder(root: str | Path, manifest: Manifest, path: str, to: Path) -> None:
@@ -316,7 +323,7 @@ def _find_record(root: str | Path, manifest: Manifest, path: str) -> FileRecord:
     return record
 
 
-class ShardFile:
+class _ShardFile:
     """The bytes of a committed file: in the first slot that still holds them, otherwise on disk.
 
     With ``cached``, the disk is read through the page cache. Close it once it is read.
@@ -389,7 +396,7 @@ class ShardFile:
         self._opened.close()
 
 
-def _read(file: ShardFile, *, borrow: bool = False) -> memoryview:
+def _read(file: _ShardFile, *, borrow: bool = False) -> memoryview:
     """Return the bytes of a file; with ``borrow``, a mapping of its slot, which stays open."""
     nbytes = file.record.nbytes
 
@@ -405,7 +412,7 @@ def _read(file: ShardFile, *, borrow: bool = False) -> memoryview:
     return image
 
 
-def _unpickle(file: ShardFile, image: memoryview) -> RestoredShard:
+def _unpickle(file: _ShardFile, image: memoryview) -> RestoredShard:
     state = load_image(image, file.path, trusted=file.trusted)
     return RestoredShard(state, "spool" if file.slot else "disk", len(image))
 
@@ -474,7 +481,7 @@ class OpenFiles:
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._folder = step_folder(root, manifest.step)
-        self._files: dict[str, ShardFile] = {}
+        self._files: dict[str, _ShardFile] = {}
         self._opened = ExitStack()
         self.close = weakref.finalize(self, _close, self._opened, os.getpid())
 
@@ -487,7 +494,7 @@ class OpenFiles:
         records = [*records]
         _raise_limit(len(records))
         for record in records:
-            file = ShardFile(self._folder, record, None, cached=True)  # it is loaded afterwards
+            file = _ShardFile(self._folder, record, None, cached=True)  # it is loaded afterwards
             self._opened.callback(file.close)
             self._files[record.path] = file
             file.read(lambda fd: (fd, ""))  # opens it
@@ -559,3 +566,112 @@ def _raise_limit(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def fill_states(
+    root: str | Path,
+    manifest: Manifest,
+    role: str,
+    live: Mapping[str, Any],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    spool: JobSpool | None = None,
+    only: Sequence[str] = (),
+    run_together: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+) -> dict[str, Any]:
+    """Fill live states, by component, from a step, and return those of the step.
+
+    Live tensors are in the place of the saved ones; an object with a ``load_state_dict`` is left to
+    the caller. What has to succeed on all ranks before any of them goes on is passed to
+    ``run_together``.
+
+    Raises:
+        CommitError: as `load_states`; the message says which components have changed.
+        ConfigError: the step has no such component, or other tensors; nothing was changed.
+    """
+    folder, shards = step_folder(root, manifest.step), list[_LiveShard]()
+
+    def plan_all() -> None:
+        records = _find_own_shards(root, manifest, role, rank, world_size, only)
+        if unknown := sorted(live.keys() - records.keys()):
+            raise ConfigError(
+                f"step {manifest.step} in {root}, role {role}, has no component "
+                f"{', '.join(unknown)} to fill: it has {', '.join(records)}"
+            )
+        for name, state in live.items():
+            if hasattr(state, "load_state_dict"):  # which the caller calls
+                continue
+            cached = _is_for_several_ranks(manifest, records[name])
+            file = _ShardFile(folder, records[name], spool, cached=cached)
+            opened.callback(file.close)
+            shards.append(_LiveShard(file, state))
+
+    with ExitStack() as opened:
+        run_together(plan_all)
+        return run_together(lambda: _fill_all(shards))
+
+
+def _fill_all(shards: Sequence["_LiveShard"]) -> dict[str, Any]:
+    states = {}
+    for number, shard in enumerate(shards):
+        try:
+            states[shard.component] = shard.fill()
+        except Exception as error:
+            done, rest = (
+                ", ".join(each.component for each in part) or "none"
+                for part in (shards[:number], shards[number + 1 :])
+            )
+            raise CommitError(
+                f"{error} Tensors of {shard.component} have changed and hold no step's state; "
+                f"filled before: {done}; unchanged: {rest}."
+            ) from error
+    return states
+
+
+class _LiveShard:
+    """The shard of one component, and the live state that is filled from it."""
+
+    def __init__(self, file: _ShardFile, live: Any) -> None:
+        self.component = file.record.component
+        self._file, self._live = file, live
+        self._planned: tuple[Filling, str] | None = file.read(self._plan)
+
+    def _plan(self, fd: int) -> tuple[Filling, str]:
+        """Plan how to fill the live state; return the digest as well if that took all bytes.
+
+        Raises:
+            ConfigError: the tensors differ.
+        """
+        record, path = self._file.record, self._file.path
+        if self._file.trusted and not is_plain_forced():
+            try:
+                return plan_filling(map_fd(fd, record.nbytes), self._live), ""
+            except ConfigError:
+                raise
+            except Exception as error:  # bytes that are not yet compared may raise anything
+                logger.info("%s cannot be read in place: %s", path, error)
+        image, digest = read_fd(fd, record.nbytes)
+        if digest != record.digest:
+            return Filling(None), digest
+        return plan_copies(load_image(image, path, trusted=self._file.trusted), self._live), digest
+
+    def fill(self) -> Any:
+        """Fill the live state; return the step's, with live tensors at the places of its own.
+
+        Raises:
+            CommitError: the file is corrupted, or cannot be read.
+        """
+        filling, _ = self._file.read(self._fill)
+        filling.finish()
+        return filling.state
+
+    def _fill(self, fd: int) -> tuple[Filling, str]:
+        filling, digest = self._planned or self._plan(fd)
+        self._planned = None  # the next source is another file
+        if digest:
+            return filling, digest
+        nbytes = self._file.record.nbytes
+        if self._file.in_memory and filling.is_in_memory:
+            return filling, scatter_fd(fd, nbytes, filling.places)
+        return filling, digest_fd(fd, nbytes, filling.put)

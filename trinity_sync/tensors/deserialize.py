@@ -6,15 +6,26 @@ copied, and tensors that shared a storage in the file (tied tensors, views) shar
 
 A tensor that is kept does not keep the memory of the others: the pages of a storage are returned to
 the system when its last tensor is deleted.
+
+Unpickling runs code that the bytes name, and a job must be able to load its own checkpoints with
+objects of a user's classes. A file is trusted if this user or root owns it and no other user may
+write it, or if it lies below a folder that ``TRINITY_SYNC_TRUSTED_PATHS`` names (several are
+separated by ``:``). Other files are loaded with ``weights_only``, plus NumPy's arrays and
+scalars, which veRL's random state consists of, and ``BytesIO``, a form of a module's extra state.
+Other users may be able to write a folder on the path, and to give the file's name to another file
+at any moment. So the open file is checked, and the bytes are read from it.
 """
 
+import io
 import logging
 import mmap
+import os
 import pickle
 import struct
 import weakref
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,13 +34,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor  # which also registers it as safe
 from torch.overrides import TorchFunctionMode
 
-from trinity_sync.errors import ImageError
+from trinity_sync.errors import CommitError, ImageError
+from trinity_sync.fs.atomic import TRUSTED, is_trusted, open_no_follow
 from trinity_sync.tensors.archive import list_storages, locate_storages, open_image
 from trinity_sync.tensors.memcpy import exceeds_storage
-from trinity_sync.tensors.safe_load import allow_plain, is_plain_forced, restrict_to_plain
 from trinity_sync.tensors.torch_private import (
     MAKE_UNSTRIDED,
     FakeTensor,
@@ -41,10 +52,68 @@ from trinity_sync.tensors.torch_private import (
 )
 
 
+def is_plain_forced() -> bool:
+    """Return whether the user forbids torch to unpickle more than plain values, in any file."""
+    forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    return forced.lower() in ("1", "y", "yes", "true")
+
+
+@contextmanager
+def _restrict_to_plain(path: Path) -> Iterator[None]:
+    """Let ``torch.load(weights_only=True)`` load the block's file, as `allow_plain` has it.
+
+    Raises:
+        CommitError: the file at ``path`` holds more than tensors, arrays and plain values.
+    """
+    allow_plain()
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        if is_plain_forced():
+            raise CommitError(
+                f"{path} holds more than tensors and plain values, so it is not unpickled "
+                f"({reason}): TORCH_FORCE_WEIGHTS_ONLY_LOAD is set. Unset it if you trust who "
+                "wrote the file"
+            ) from error
+        raise CommitError(
+            f"{path} is not this user's alone, and holds more than tensors and plain values, "
+            f"so it is not unpickled ({reason}). If you trust who wrote it, set "
+            f"{TRUSTED}={path.parent}"
+        ) from error
+
+
+def load_file(path: Path, *, mmap: bool = False) -> Any:
+    """Load a file of ``torch.save`` on the CPU: in full if it is trusted, otherwise plain values.
+
+    Raises:
+        CommitError: as `_restrict_to_plain`.
+        OSError: as `open_no_follow`.
+    """
+    with open_no_follow(path) as file:
+        opened = f"/proc/self/fd/{file.fileno()}"  # torch.load maps files by name only
+        plain = is_plain_forced() or not is_trusted(file.fileno())
+        with _restrict_to_plain(path) if plain else nullcontext():
+            return torch.load(opened, map_location="cpu", mmap=mmap, weights_only=plain)
+
+
+def allow_plain() -> None:
+    """Have ``weights_only`` take NumPy's plain values and ``BytesIO`` too, in all of this process.
+
+    Torch's ``safe_globals`` would undo at its end what the user has allowed, or another thread. A
+    program's own one, such as `transformers`', undoes this, so each load allows it again.
+    """
+    core = np._core if hasattr(np, "_core") else np.core
+    kinds = [kind for name, kind in vars(np.dtypes).items() if name.endswith("DType")]
+    plain = [kind for kind in kinds if kind is not np.dtypes.ObjectDType]
+    made = core.multiarray._reconstruct, core.multiarray.scalar
+    torch.serialization.add_safe_globals([*made, np.ndarray, np.dtype, *plain, io.BytesIO])
+
+
 def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
     """Load the state in the bytes of a file; tensors and plain values only unless it is trusted.
 
-    ``trusted`` is `safe_load.is_trusted` of the open file that the bytes were read from; ``path``
+    ``trusted`` is `is_trusted` of the open file that the bytes were read from; ``path``
     is for messages.
 
     Raises:
@@ -53,7 +122,7 @@ def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
     """
     if trusted and not is_plain_forced():
         return deserialize(image)
-    with restrict_to_plain(path):
+    with _restrict_to_plain(path):
         return deserialize(image, plain=True)
 
 
@@ -62,8 +131,8 @@ def deserialize(image: memoryview, *, plain: bool = False) -> Any:
 
     ``image`` is a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
     state are views of it, and a page of a private mapping loses its content with the last tensor in
-    it. Code that the bytes name is run, as in veRL's loading: see `safe_load`. With ``plain``, only
-    tensors and plain values are loaded, by a copy; call it within `restrict_to_plain`.
+    it. Code that the bytes name is run, as in veRL's loading. With ``plain``, only tensors and
+    plain values are loaded, by a copy; call it within `_restrict_to_plain`.
 
     Raises:
         ImageError: the bytes are not a ``.pt`` file, or a compressed or legacy one, or a tensor is

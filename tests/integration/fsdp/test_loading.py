@@ -39,10 +39,9 @@ def _fill(root: Path, expected: dict[str, Any], trained: Trained, rank: int) -> 
 def _save_and_restart(version: int, tiny: Path, scratch: Path) -> dict[str, Any]:
     """Save, then load into a differently initialised rank, once for each place to load from."""
     said: list[str] = []
-    for name in ("restore", "restore_into"):
-        log = logging.getLogger(f"trinity_sync.storage.{name}")
-        log.setLevel(logging.INFO)
-        log.addFilter(lambda record: said.append(record.getMessage()) is None)
+    log = logging.getLogger("trinity_sync.storage.restore")
+    log.setLevel(logging.INFO)
+    log.addFilter(lambda record: said.append(record.getMessage()) is None)
     root = scratch / "job"
     trained = Trained(tiny, version)
     for _ in range(STEP):

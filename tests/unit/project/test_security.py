@@ -56,7 +56,7 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.save_functions import CallableStatus
-from trinity_sync.tensors.safe_load import load_file
+from trinity_sync.tensors.deserialize import load_file
 
 
 class Runs:
@@ -81,7 +81,7 @@ def trap(job: Job, tmp_path: Path) -> Path:
 ALLOWS = """
 import sys
 import numpy, torch
-from trinity_sync.tensors.safe_load import load_file
+from trinity_sync.tensors.deserialize import load_file
 
 with torch.serialization.safe_globals([numpy.ndarray]):
     load_file(sys.argv[1])

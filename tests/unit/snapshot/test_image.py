@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.forked import Program
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.image import ALIGNMENT, fill, lay_out
-from trinity_sync.snapshot.layout_key import UndetachedStateDict
+from trinity_sync.snapshot.image import ALIGNMENT, UndetachedStateDict, fill, lay_out
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

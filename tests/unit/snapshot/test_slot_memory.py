@@ -20,7 +20,7 @@ from trinity_sync.errors import SpoolError, SpoolFullError
 from trinity_sync.fs import memory
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.snapshot import slot
-from trinity_sync.snapshot.slot_memory import BESIDE
+from trinity_sync.snapshot.slot_pool import BESIDE
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Stager
 

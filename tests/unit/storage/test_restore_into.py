@@ -24,7 +24,7 @@ from trinity_sync.errors import CommitError, ConfigError, ImageError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import read_cached_file
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.storage.restore import fill_states
 from trinity_sync.tensors.archive import list_storages, locate_storages
 from trinity_sync.tensors.in_place import Filling, plan_copies, plan_filling
 

@@ -12,7 +12,7 @@ import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trinity_sync.storage.health import FileHealth
+from trinity_sync.storage.manifest import FileHealth
 from trinity_sync.tensors.archive import list_tensors
 from trinity_sync.tensors.health import SLICE, ValueScan
 

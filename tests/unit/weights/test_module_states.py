@@ -27,7 +27,7 @@ from tests.support.job import Job
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.storage.restore import fill_states
 
 
 class Scaled(nn.Linear):

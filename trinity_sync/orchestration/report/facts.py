@@ -7,8 +7,7 @@ from typing import Literal
 
 from trinity_sync.layout import Kind
 from trinity_sync.snapshot.save_id import Parent
-from trinity_sync.storage.health import ComponentHealth
-from trinity_sync.storage.manifest import CallableRecord
+from trinity_sync.storage.manifest import CallableRecord, ComponentHealth
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 
 HealthStatus = Literal["ok", "late", "failed", "empty"]

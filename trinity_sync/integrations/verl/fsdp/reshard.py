@@ -43,6 +43,7 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
 from trinity_sync.layout import shard_file, split_role_path
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digest
+from trinity_sync.tensors.deserialize import load_file
 from trinity_sync.tensors.dtensor_shards import (
     ShardBox,
     compute_chunk,
@@ -50,7 +51,6 @@ from trinity_sync.tensors.dtensor_shards import (
     get_place,
     make_whole_box,
 )
-from trinity_sync.tensors.safe_load import load_file
 from trinity_sync.tensors.torch_private import (
     get_fsdp1_handle,
     get_original_parameters,

@@ -39,12 +39,12 @@ from trinity_sync.layout import (
     shard_file,
     split_role_path,
 )
-from trinity_sync.snapshot.layout_key import UndetachedStateDict
+from trinity_sync.snapshot.image import UndetachedStateDict
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import is_foreign, require_committed
 from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.restore_into import fill_states
+from trinity_sync.storage.restore import fill_states
 from trinity_sync.tensors.dtensor_shards import compute_own_box
 from trinity_sync.tensors.replicas import find_replicas
 from trinity_sync.tensors.torch_private import (
