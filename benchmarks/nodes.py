@@ -63,7 +63,7 @@ class Trainer:
     """One rank in this process."""
 
     def __init__(self, synchronizer: Any, root: Path, spool: Path, mib: int) -> None:
-        from trinity_sync.snapshot.save_id import Origin
+        from trinity_sync.snapshot.identity import Origin
         from trinity_sync.snapshot.spool import open_job_spool
         from trinity_sync.snapshot.stager import Stager
         from trinity_sync.weights.publisher import Publisher

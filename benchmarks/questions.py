@@ -19,7 +19,7 @@ from trinity_sync.orchestration.recovery.flow_runs import end_unreported_tasks
 from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 
 ENDED = {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)

@@ -147,7 +147,7 @@ def _serve(
 def _get_request(root: Path, step: int) -> Any:
     """Return the request that rank 0 sends."""
     from trinity_sync.saves.save_request import SaveRequest
-    from trinity_sync.snapshot.job_identity import read_identity
+    from trinity_sync.snapshot.identity import read_identity
     from trinity_sync.storage.runs import find_newest_run
 
     run = find_newest_run(root)
@@ -167,7 +167,7 @@ def _make_coordinators(
 ) -> list[Any]:
     from trinity_sync.client.coordinator import CheckpointCoordinator
     from trinity_sync.settings import Settings
-    from trinity_sync.snapshot.job_identity import job_id, open_identity
+    from trinity_sync.snapshot.identity import job_id, open_identity
     from trinity_sync.storage.placement import NodeRanks
 
     open_identity(root)

@@ -353,7 +353,7 @@ def _catalog(root: Path, step: int, settings: Any) -> tuple[int, float]:
 
 def root_job(root: Path) -> str:
     """Return the job's identifier in the catalog."""
-    from trinity_sync.snapshot.job_identity import job_id
+    from trinity_sync.snapshot.identity import job_id
 
     return job_id(root)
 

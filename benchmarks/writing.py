@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.persist import WriteOptions, persist

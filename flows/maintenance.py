@@ -33,7 +33,7 @@ from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.retention.removal import RemovalPlan
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.verify import VerifiedStep
 

@@ -31,7 +31,7 @@ from trinity_sync.errors import (
 if TYPE_CHECKING:
     from trinity_sync.client.checkpoints import Checkpoints
     from trinity_sync.client.coordinator import CheckpointCoordinator
-    from trinity_sync.client.job_settings import set_job_settings
+    from trinity_sync.client.init_root import set_job_settings
     from trinity_sync.client.participant import Participant
     from trinity_sync.client.preemption import EmergencySave
     from trinity_sync.client.rollout_ledger import RolloutLedger
@@ -121,7 +121,7 @@ _MODULES = {
     "VersionView": "trinity_sync.weights.version_view",
     "WeightFolder": "trinity_sync.weights.folder.writer",
     "WeightReader": "trinity_sync.weights.reader",
-    "set_job_settings": "trinity_sync.client.job_settings",
+    "set_job_settings": "trinity_sync.client.init_root",
 }
 """Module of each name that is imported when it is first used."""
 

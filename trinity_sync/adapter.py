@@ -33,9 +33,9 @@ from trinity_sync.layout import (
     step_of_folder,
 )
 from trinity_sync.storage.discovery import require_unreplaced
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.restore import OpenFiles, load_bytes, load_states
+from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.weights.reader import make_reader_name
 
 __all__ = [

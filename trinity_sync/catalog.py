@@ -35,7 +35,7 @@ from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import describe
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.storage.discovery import read_manifest_state
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics

@@ -51,11 +51,10 @@ from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
-from trinity_sync.saves.pending_save import compare_late_images, end_images, read_status
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import FAILURES
+from trinity_sync.saves.save_status import FAILURES, compare_late_images, end_images, read_status
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import JobSpool, check_worker, list_job_spools, make_own_folder
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes

@@ -17,7 +17,7 @@ from benchmarks.writing import write_out
 from trinity_sync.client.savers import StateSaver
 from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.snapshot.save_id import Origin, SaveId
+from trinity_sync.snapshot.identity import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Stager, estimate_nbytes
 from trinity_sync.storage.block_reuse import remove_folder

@@ -10,8 +10,7 @@ from tests.integration.prefect_api import key_of
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.stack import embedded
-from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import find_newest, read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import read_manifest
 
 SIZE = 15_000_000

@@ -23,8 +23,7 @@ from tests.support.forked import Program
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 
 
 def test_a_save_of_a_trainer_that_is_killed_right_after_submitting_commits(

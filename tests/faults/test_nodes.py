@@ -17,8 +17,7 @@ from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import find_newest, read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import read_manifest
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.support.savers import end_savers
 from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import PACKAGES
-from trinity_sync.storage.latest_pointer import advance_latest_pointer
+from trinity_sync.storage.discovery import advance_latest_pointer
 from trinity_sync.storage.manifest import CallableRecord, FileRecord, Manifest, write_manifest
 
 CommitStep = Callable[..., Path]

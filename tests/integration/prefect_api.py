@@ -23,7 +23,7 @@ from tests.support.waiting import until
 from trinity_sync.client.prefect_api import get_task_name
 from trinity_sync.layout import Kind
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT, SaveRequest
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.runs import find_newest_run
 
 TRUSTS_NONE = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

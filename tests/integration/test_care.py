@@ -20,8 +20,7 @@ from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import find_newest, read_latest_pointer
 
 
 @pytest.fixture

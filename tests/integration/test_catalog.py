@@ -29,7 +29,7 @@ from trinity_sync.catalog import (
     open_catalog,
     rebuild,
 )
-from trinity_sync.snapshot.job_identity import job_id, register_root
+from trinity_sync.snapshot.identity import job_id, register_root
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.runs import open_run

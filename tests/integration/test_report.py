@@ -12,7 +12,7 @@ from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import JobReport
 from trinity_sync.orchestration.step_events import JOB_RESOURCE
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.stack.services import StackState
 
 

@@ -29,7 +29,7 @@ from trinity_sync.orchestration.deploy import HEARTBEAT_AUTOMATION, open_client
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import lock_home

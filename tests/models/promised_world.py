@@ -22,13 +22,13 @@ from hypothesis.stateful import rule
 from tests.models.promised import Key, Model, Run, Value
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.client.init_root import set_job_settings
 from trinity_sync.client.participant import STATE, Participant
 from trinity_sync.errors import CommitError, ConfigError, RootInUseError, WeightSyncError
 from trinity_sync.remote.download import fetch
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import read_required_remote
-from trinity_sync.storage.leases import Lease
+from trinity_sync.storage.steps_in_use import Lease
 from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.folder.writer import WeightFolder
 from trinity_sync.weights.reader import WeightReader

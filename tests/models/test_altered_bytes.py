@@ -24,13 +24,14 @@ from trinity_sync.storage.discovery import (
     Corruption,
     find_newest,
     mark_corrupted,
+    read_latest_pointer,
+    repair_latest_pointer,
     require_committed,
 )
-from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
-from trinity_sync.storage.pins import list_steps_in_use, pin, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import find_newest_run, open_run, refuse_superseded
 from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
+from trinity_sync.storage.steps_in_use import list_steps_in_use, pin, tag
 from trinity_sync.storage.verify import check_files, choose_files
 
 SHARD = "actor/model_world_size_1_rank_0.pt"

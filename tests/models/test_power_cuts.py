@@ -40,23 +40,24 @@ from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage import block_reuse, persist, pins, replace
+from trinity_sync.storage import block_reuse, persist, replace, steps_in_use
 from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage.discovery import (
     Corruption,
     find_newest,
     iter_committed_steps,
     mark_corrupted,
+    read_latest_pointer,
     remove_mark,
+    repair_latest_pointer,
     require_committed,
 )
 from trinity_sync.storage.gc import FILE_REPAIRS
-from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.pins import list_pins, pin, tag, unpin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.storage.steps_in_use import list_pins, pin, tag, unpin
 
 OTHERS = float(os.environ.get("POWER_CUTS", "0.34"))
 Commit = tuple[int, int, tuple[str, ...]]
@@ -433,7 +434,7 @@ REPLACE_UNSYNCED = partial(replace_file, sync=False)
         (a_save, direct_io, "os", UNSYNCED, "read as good: .*model_world_size_1_rank_0.pt"),
         (a_save, replace, "sync_folder", lambda folder: None, "lost: .*1, 1"),
         (a_save, locks, "sync_folder", lambda folder: None, "the newest run is 0"),
-        (a_pin, pins, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
+        (a_pin, steps_in_use, "sync_folder", lambda folder: None, r"pinned: \[\(1, ''\)\]"),
         (steps_in_parts, manifest_files, "replace_file", REPLACE_UNSYNCED, "lost: .*1, 1"),
         (an_upload, remote_root, "sync_file", lambda path: None, "read as good: .*model_world"),
         (an_upload, remote_root, "sync_folder", lambda folder: None, "read as good: .*model_world"),

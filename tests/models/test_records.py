@@ -39,23 +39,27 @@ from trinity_sync.fs.records import (
     encode_record,
 )
 from trinity_sync.layout import ITERATION_FILES, step_folder
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.ticket import read_cached_file, read_ticket
-from trinity_sync.storage.discovery import Corruption, find_newest, mark_corrupted, read_corruption
+from trinity_sync.storage.discovery import (
+    Corruption,
+    find_newest,
+    mark_corrupted,
+    read_corruption,
+    read_latest_pointer,
+)
 from trinity_sync.storage.job_settings import (
     is_replicated,
     read_required_remote,
     record_replicated,
     write_job_settings,
 )
-from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
-from trinity_sync.storage.pins import list_pins, list_steps_in_use, pin, tag
 from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.runs import list_runs, open_run, refuse_superseded
 from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
+from trinity_sync.storage.steps_in_use import list_leases, list_pins, list_steps_in_use, pin, tag
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from trinity_sync.orchestration.recovery.flow_runs import look_at_jobs
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import Origin, SaveId, read_identity
 from trinity_sync.snapshot.packed import pack, read_folder
-from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged, StagePlan, Stager
 from trinity_sync.storage.commit import commit, free_committed_slots

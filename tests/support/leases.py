@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.steps_in_use import lease_to_read
 
 _HELD: dict[Path, ExitStack] = {}
 

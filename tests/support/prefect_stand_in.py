@@ -32,8 +32,8 @@ from trinity_sync.pipeline.save import (
     mark_images_failed,
 )
 from trinity_sync.saves.journal import SaveState, append
-from trinity_sync.saves.pending_save import compare_late_images
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import compare_late_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings

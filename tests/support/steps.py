@@ -7,7 +7,7 @@ from typing import Any
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import SERVES_AS, Kind, step_folder
 from trinity_sync.retention.policies import StepInfo
-from trinity_sync.storage.latest_pointer import advance_latest_pointer
+from trinity_sync.storage.discovery import advance_latest_pointer
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 
 MODEL = "actor/model_world_size_1_rank_0.pt"

@@ -55,7 +55,7 @@ from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.pins import list_pins, pin_ahead
+from trinity_sync.storage.steps_in_use import list_pins, pin_ahead
 
 MakeCallback = Callable[..., TrinitySyncCallback]
 

@@ -13,7 +13,7 @@ from tests.support.waiting import until
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.fs import memory
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 
 if TYPE_CHECKING:

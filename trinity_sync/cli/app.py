@@ -345,7 +345,7 @@ def require_existing(root: Path) -> Path:
         ConfigError: It is not a folder, or no root, such as a folder inside of one.
         FormatError: It is of another release.
     """
-    from trinity_sync.snapshot.job_identity import read_identity
+    from trinity_sync.snapshot.identity import read_identity
 
     refuse_url(root)
     wrong = "" if root.is_dir() else "is not a folder"
@@ -366,7 +366,7 @@ def resolve_step_argument(root: Path, step: str) -> int:
     Raises:
         ConfigError, CommitError: as `resolve_step`, or the root is none of a job.
     """
-    from trinity_sync.storage.pins import resolve_step
+    from trinity_sync.storage.steps_in_use import resolve_step
 
     return resolve_step(require_existing(root), step)
 

@@ -46,7 +46,7 @@ def _steps(ctx: typer.Context) -> list[str]:
     """Return the steps and tags of the command's root."""
     from trinity_sync.errors import TrinitySyncError
     from trinity_sync.layout import steps_on_disk
-    from trinity_sync.storage.pins import list_tags
+    from trinity_sync.storage.steps_in_use import list_tags
 
     try:
         root = Path(ctx.params["root"])

@@ -71,7 +71,7 @@ def _list_jobs_of_node(settings: "Settings") -> list[JobRow]:
     from trinity_sync.layout import steps_on_disk
     from trinity_sync.orchestration.report.steps import read_steps
     from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
-    from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
+    from trinity_sync.snapshot.identity import job_id, list_registered_roots
     from trinity_sync.snapshot.spool import list_job_spools
 
     def read(root: Path) -> JobRow | None:
@@ -112,8 +112,7 @@ def set_job(
     output: Output = "table",
 ) -> None:
     """Change settings of a job, and show them."""
-    from trinity_sync.client.init_root import resolve_root
-    from trinity_sync.client.job_settings import set_job_settings
+    from trinity_sync.client.init_root import resolve_root, set_job_settings
 
     values: dict[str, str | None] = {}
     for change in changes or ():
@@ -166,7 +165,7 @@ def forget(
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
     from trinity_sync.catalog import get_catalog_url, list_jobs, open_catalog, remove_job
     from trinity_sync.orchestration.job_registry import unregister_job
-    from trinity_sync.snapshot.job_identity import list_registered_roots
+    from trinity_sync.snapshot.identity import list_registered_roots
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:

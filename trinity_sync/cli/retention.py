@@ -179,13 +179,13 @@ def pin(
     output: Output = "table",
 ) -> None:
     """Pin a committed step, perhaps under a name: no policy removes it."""
-    from trinity_sync.storage import pins
+    from trinity_sync.storage import steps_in_use
 
     number = resolve_step_argument(root, step)
     if name:
-        made = pins.tag(root, number, name, reason, force=force)
+        made = steps_in_use.tag(root, number, name, reason, force=force)
     else:
-        made = pins.pin(root, number, reason)
+        made = steps_in_use.pin(root, number, reason)
     print_object("pin", made, output, f"pinned step {made.step}" + f" as {name}" * bool(name))
 
 
@@ -203,14 +203,14 @@ def unpin(
     output: Output = "table",
 ) -> None:
     """Remove a pin; unless another one keeps the step, policies may remove it again."""
-    from trinity_sync.storage import pins
+    from trinity_sync.storage import steps_in_use
 
-    named = pins.list_tags(require_existing(root), skip_torn=True)
+    named = steps_in_use.list_tags(require_existing(root), skip_torn=True)
     step = parse_number(pin)
-    removed = step is None and pins.unpin(root, pin)  # also one whose file is torn
+    removed = step is None and steps_in_use.unpin(root, pin)  # also one whose file is torn
     if not removed:
         step = resolve_step_argument(root, pin)
-        removed = pins.unpin(root, step)
+        removed = steps_in_use.unpin(root, step)
     elif pin in named:
         step = named.pop(pin).step
     kept = [name for name, each in named.items() if each.step == step]

@@ -179,7 +179,7 @@ def read_saves(
     from trinity_sync.client.prefect_api import ask_server
     from trinity_sync.client.prefect_connection import knows_server
     from trinity_sync.orchestration.report.steps import list_saves
-    from trinity_sync.snapshot.job_identity import job_id
+    from trinity_sync.snapshot.identity import job_id
 
     settings, unanswered = read_settings(), None
     runs: list[FlowRun] = []

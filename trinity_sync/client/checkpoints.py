@@ -12,7 +12,7 @@ from trinity_sync.client.attachments import attachment_path
 from trinity_sync.client.run_context import note_loaded
 from trinity_sync.errors import ConfigError, ManifestError, RootAwayError
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, Kind, check_choice, check_number, check_root
-from trinity_sync.snapshot.job_identity import explain_away, read_identity
+from trinity_sync.snapshot.identity import explain_away, read_identity
 from trinity_sync.storage.discovery import (
     find_newest,
     iter_committed_steps,
@@ -20,7 +20,6 @@ from trinity_sync.storage.discovery import (
     require_committed,
     require_run,
 )
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import (
     check_metrics,
@@ -28,9 +27,9 @@ from trinity_sync.storage.metrics import (
     read_metrics,
     write_metrics,
 )
-from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.restore import load_bytes, load_states
 from trinity_sync.storage.runs import is_run_gone
+from trinity_sync.storage.steps_in_use import lease_to_read, resolve_step
 from trinity_sync.weights.committed import name_commit
 from trinity_sync.weights.version_view import Target, VersionOpener
 from trinity_sync.weights.versions import Version

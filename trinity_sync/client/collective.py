@@ -16,9 +16,9 @@ from trinity_sync.errors import CommitError, TrinitySyncError, describe_error
 from trinity_sync.fs.atomic import revalidate_folder
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_unreplaced
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.restore import OpenFiles
+from trinity_sync.storage.steps_in_use import lease_to_read
 
 T = TypeVar("T")
 

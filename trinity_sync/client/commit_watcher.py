@@ -29,9 +29,9 @@ from trinity_sync.errors import (
     TrinitySyncError,
 )
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
-from trinity_sync.saves.pending_save import PendingSave, end_images
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.saves.save_status import PendingSave, end_images
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.placement import describe_ranks
 

@@ -41,17 +41,16 @@ from trinity_sync.layout import (
     check_type,
 )
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import open_identity, require_root
-from trinity_sync.snapshot.save_id import Export, Origin, Parent
+from trinity_sync.snapshot.identity import Export, Origin, Parent, open_identity, require_root
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
 from trinity_sync.snapshot.stager import Staged, estimate_nbytes
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.tensors.in_place import get_live_state
 
 CLOSE_S = 10.0

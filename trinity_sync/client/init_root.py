@@ -1,4 +1,4 @@
-"""Check and open the root of a job, before a step is loaded or trained.
+"""Check and open the root of a job, and set its settings, before a step is loaded or trained.
 
 Rank 0 probes the capabilities of the file system, and fetches the newest step of a required remote.
 One rank of each other node then checks that its root is the same: a file that rank 0 has created
@@ -18,19 +18,19 @@ from typing import Any
 import torch.distributed as dist
 
 from trinity_sync.client.collective import gather_from_ranks
-from trinity_sync.client.job_settings import set_job_settings
 from trinity_sync.client.run_context import find_start_key
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError, describe_error
 from trinity_sync.fs.atomic import UNWRITABLE, make_temporary_path, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.fs.mounts import find_mount
-from trinity_sync.layout import check_root, refuse_url, steps_on_disk
+from trinity_sync.layout import check_root, check_type, refuse_url, steps_on_disk
+from trinity_sync.retention.policies import WITHOUT_METRICS, parse_policy, refuse_metrics
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id, open_identity
-from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.leases import warn_unwritable
+from trinity_sync.snapshot.identity import job_id, open_identity
+from trinity_sync.storage.job_settings import JobSettings, read_job_settings, write_job_settings
 from trinity_sync.storage.placement import NodeRanks, group_by_node
+from trinity_sync.storage.steps_in_use import warn_unwritable
 
 VISIBLE_S = 30.0
 """Seconds within which a node has to see a file that another has created: by default, NFS may keep
@@ -229,3 +229,30 @@ def _why_late(root: Path, mine: str) -> str:
             "commits and removals of other nodes late; mount it without the option"
         )
     return ""
+
+
+def set_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
+    """Change settings of a job in its root; those that are not named stay as they are.
+
+    Args:
+        root: the job's root, which exists.
+        changes: values by name, as in `JobSettings`; None restores the default.
+
+    Returns:
+        The settings of the job.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is invalid; nothing was changed.
+    """
+    check_type("job", changes, Mapping, "a dict, such as {'keep': 'last=3'}")
+    for name in ("keep", "keep_model", "keep_weights", "keep_quarantine", "remote_keep"):
+        if changes.get(name) is not None:
+            parse_policy(str(changes[name]))
+    for name in WITHOUT_METRICS:
+        refuse_metrics(name, str(changes.get(name)))
+    if remote := changes.get("remote"):
+        from trinity_sync.remote.remote_root import LOCAL, Remote, parse_protocol  # import fsspec
+
+        if parse_protocol(str(remote)) in LOCAL:  # others may need packages of the stack
+            Remote(str(remote)).require_outside(Path(root))
+    return write_job_settings(root, changes)

@@ -26,10 +26,14 @@ from trinity_sync.errors import ConfigError, FormatError, ManifestError, RootErr
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.locks import open_lock_file
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, step_folder, steps_on_disk
-from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity, require_root
-from trinity_sync.snapshot.save_id import Parent
-from trinity_sync.storage.discovery import find_newest, is_foreign
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.snapshot.identity import (
+    Parent,
+    explain_away,
+    job_id,
+    read_identity,
+    require_root,
+)
+from trinity_sync.storage.discovery import find_newest, is_foreign, read_latest_pointer
 from trinity_sync.storage.manifest import (
     Manifest,
     read_manifest,

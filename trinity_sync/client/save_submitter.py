@@ -26,15 +26,14 @@ from trinity_sync.layout import (
     check_type,
 )
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.snapshot.identity import Export, Origin, SaveId, require_root
 from trinity_sync.snapshot.image import LaidOut
-from trinity_sync.snapshot.job_identity import require_root
-from trinity_sync.snapshot.save_id import Export, Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged
 from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.placement import NodeRanks, read_placement, write_placement
 from trinity_sync.storage.save_functions import write_request
-from trinity_sync.tensors.replicas import find_replicas
+from trinity_sync.tensors.dtensors import find_replicas
 
 STATES = tuple(name for name in COMPONENTS if name not in {*FOLDERS, "dcp"})
 """Components that are a user's states."""

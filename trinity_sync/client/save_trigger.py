@@ -20,7 +20,7 @@ from trinity_sync.errors import PrefectApiError, SaveError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import explain_away
+from trinity_sync.snapshot.identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import read_manifest

@@ -32,10 +32,9 @@ from trinity_sync.errors import (
 from trinity_sync.fs.atomic import walk_files
 from trinity_sync.fs.process import call_held_handlers, hold_handlers, read_process_identity
 from trinity_sync.layout import FOLDERS, SERVES_AS, Component, Kind, check_type, is_shard_file
+from trinity_sync.snapshot.identity import Origin, SaveId, read_identity
 from trinity_sync.snapshot.image import LaidOut
-from trinity_sync.snapshot.job_identity import read_identity
 from trinity_sync.snapshot.packed import Packed, pack, read_folder
-from trinity_sync.snapshot.save_id import Origin, SaveId
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import METADATA, Staged, StagePlan, Stager
 from trinity_sync.snapshot.ticket import VersionTag

@@ -21,15 +21,13 @@ from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import KINDS, Kind, check_choice, step_folder
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Stager
-from trinity_sync.storage.discovery import find_newest, require_whole
-from trinity_sync.storage.latest_pointer import warn_of_other_step
-from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.discovery import find_newest, require_whole, warn_of_other_step
 from trinity_sync.storage.manifest import Manifest, read_manifest
-from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import fill_states, open_states
 from trinity_sync.storage.save_functions import list_requests
-from trinity_sync.tensors.replicas import adopt_meshes
+from trinity_sync.storage.steps_in_use import lease_to_read, resolve_step
+from trinity_sync.tensors.dtensors import adopt_meshes
 
 T = TypeVar("T")
 

@@ -37,9 +37,9 @@ from trinity_sync.fs.atomic import make_folder, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.layout import check_name, step_folder
 from trinity_sync.storage.discovery import list_shards, require_unreplaced
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digests
+from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.tensors.unshard import TensorChunk, iter_leaves
 
 COMPONENTS = ("model", "optim")

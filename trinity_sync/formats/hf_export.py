@@ -30,9 +30,9 @@ from trinity_sync.storage.export_requests import (
     exports_folder,
     fail_export_request,
 )
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.restore import require_digests
+from trinity_sync.storage.steps_in_use import lease_to_read
 
 
 @dataclass(frozen=True)

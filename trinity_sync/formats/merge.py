@@ -39,8 +39,8 @@ from trinity_sync.layout import (
 )
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.removal import make_step_info
+from trinity_sync.snapshot.identity import job_id, open_identity
 from trinity_sync.snapshot.image import lay_out
-from trinity_sync.snapshot.job_identity import job_id, open_identity
 from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import (
     list_newest_first,
@@ -48,14 +48,13 @@ from trinity_sync.storage.discovery import (
     read_manifest_state,
     require_unreplaced,
 )
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileHealth, FileRecord, Manifest, write_manifest_into
 from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.pins import resolve_step
 from trinity_sync.storage.quarantine import fetching_folder
 from trinity_sync.storage.restore import load_bytes, require_digests
 from trinity_sync.storage.runs import list_runs, open_run
-from trinity_sync.tensors.dtensor_shards import ShardBox, make_whole_box
+from trinity_sync.storage.steps_in_use import lease_to_read, resolve_step
+from trinity_sync.tensors.dtensors import ShardBox, make_whole_box
 from trinity_sync.tensors.health import ValueScan
 from trinity_sync.tensors.memcpy import view_bytes
 from trinity_sync.tensors.unshard import map_names

@@ -20,7 +20,7 @@ from trinity_sync.formats.shard_reader import Meta, SavedState
 from trinity_sync.fs.atomic import make_folder, read_file, remove_tree, replace_file, sync_folder
 from trinity_sync.fs.direct_io import OnProgress, digest_cached_file, no_progress
 from trinity_sync.layout import is_below
-from trinity_sync.tensors.dtensor_shards import have_equal_bits
+from trinity_sync.tensors.dtensors import have_equal_bits
 
 PROGRESS = "trinity_export.json"
 INDEX = "model.safetensors.index.json"

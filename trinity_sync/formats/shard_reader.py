@@ -19,7 +19,7 @@ import torch
 from trinity_sync.errors import CommitError, ConfigError, ImageError, WeightSyncError
 from trinity_sync.fs.atomic import open_no_follow
 from trinity_sync.tensors.deserialize import allow_plain
-from trinity_sync.tensors.dtensor_shards import ShardBox, have_equal_bits
+from trinity_sync.tensors.dtensors import ShardBox, have_equal_bits
 from trinity_sync.tensors.unshard import (
     FullTensor,
     Outline,

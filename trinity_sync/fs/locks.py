@@ -2,7 +2,7 @@
 
 A process that waits for a lock logs a warning with the holder, and a lock that is held for moments
 only has a time limit. `acquire_commit_lock` keeps two changes of a root's committed steps apart;
-acquire it before `leases.acquire_removal_lock`.
+acquire it before `acquire_removal_lock`.
 
 To acquire a lock, a process needs to read the file only. So a lock file can be opened only by users
 who may write into its folder: a user who may read a root cannot block others.

@@ -39,8 +39,8 @@ from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.saves.journal import PATIENCE_S
 from trinity_sync.snapshot.stager import ATTACHMENTS, estimate_nbytes
 from trinity_sync.storage.discovery import is_valid, require_whole
-from trinity_sync.storage.pins import BEST, find_pinned_best, list_best, pin_ahead, unpin
 from trinity_sync.storage.restore import load_shards
+from trinity_sync.storage.steps_in_use import BEST, find_pinned_best, list_best, pin_ahead, unpin
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import list_registered_roots, registry_path
+from trinity_sync.snapshot.identity import list_registered_roots, registry_path
 
 ANSWER_S = 10.0
 """Seconds in which a root answers, unless its file system hangs."""

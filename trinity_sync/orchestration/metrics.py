@@ -37,9 +37,9 @@ from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.orchestration.run_page import StepOutcome
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import job_id, list_registered_roots
+from trinity_sync.snapshot.identity import job_id, list_registered_roots
 from trinity_sync.snapshot.spool import list_job_spools
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.weights.state_files import read_sync_report

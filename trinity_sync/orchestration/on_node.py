@@ -36,10 +36,10 @@ from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.save import Persisted

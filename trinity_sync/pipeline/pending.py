@@ -23,8 +23,7 @@ from trinity_sync.errors import (
 from trinity_sync.layout import Kind
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.job_identity import explain_away
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId, explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import failure_path, free_slot, list_components
 from trinity_sync.storage.commit import finish_interrupted

@@ -25,10 +25,10 @@ from trinity_sync.pipeline.several_nodes import (
 )
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import RemovalPlan, Rules
-from trinity_sync.saves.pending_save import compare_late_images, end_images
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import compare_late_images, end_images
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit, free_committed_slots

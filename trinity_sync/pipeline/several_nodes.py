@@ -30,9 +30,8 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import is_below
 from trinity_sync.saves.journal import Journal
-from trinity_sync.saves.pending_save import read_status
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import FAILURES, SUCCESSES
+from trinity_sync.saves.save_status import FAILURES, SUCCESSES, read_status
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.runs import explain_superseded, find_superseding_run, list_runs
 from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files

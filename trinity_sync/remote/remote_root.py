@@ -37,7 +37,7 @@ from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.locks import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, parse_number, step_of_folder
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
+from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.discovery import State
 from trinity_sync.storage.manifest import FileRecord, Manifest, parse_manifest
 from trinity_sync.storage.runs import Run, find_superseded_steps

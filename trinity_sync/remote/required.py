@@ -27,7 +27,7 @@ from trinity_sync.remote.upload import (
     replicate,
     sending_lock,
 )
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.job_settings import (
     needs_replication,

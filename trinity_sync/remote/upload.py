@@ -8,7 +8,7 @@ A remote holds the steps of one job, whose identity is in a small file there.
 
 ::
 
-    url/.trinity_sync/identity.json     as in the root, see `snapshot.job_identity`
+    url/.trinity_sync/identity.json     as in the root, see `snapshot.identity`
     url/.trinity_sync/runs/3.json       as in the root, of each run that has sent a step
 
 Steps are numbered alike in all jobs, so two jobs in one remote would take and remove each other's.
@@ -38,11 +38,11 @@ from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.remote.remote_root import CHUNK, Remote
-from trinity_sync.snapshot.job_identity import JobIdentity, open_identity, read_identity
+from trinity_sync.snapshot.identity import JobIdentity, open_identity, read_identity
 from trinity_sync.storage.job_settings import read_required_remote
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest, group_equal
 from trinity_sync.storage.runs import FETCHED, list_runs
+from trinity_sync.storage.steps_in_use import lease_to_read
 
 PARALLEL = 4
 """Number of files that are in flight at a time."""

@@ -40,7 +40,7 @@ from trinity_sync.retention.removal import (
     plan_removals,
     read_now,
 )
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder, remove_spares
 from trinity_sync.storage.discovery import (
@@ -50,7 +50,6 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.export_requests import list_pending_exports, remove_export_files
 from trinity_sync.storage.job_settings import needs_replication
-from trinity_sync.storage.leases import acquire_removal_lock
 from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
 from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder
@@ -58,6 +57,7 @@ from trinity_sync.storage.runs import find_newest_run, is_superseded
 from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import read_statuses
 from trinity_sync.storage.save_timing import append_removal
+from trinity_sync.storage.steps_in_use import acquire_removal_lock
 
 logger = logging.getLogger(__name__)
 

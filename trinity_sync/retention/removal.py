@@ -23,17 +23,17 @@ from trinity_sync.errors import ConfigError, ManifestError, warn_once
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy, refuse_metrics
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.job_settings import JobSettings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_run_number
-from trinity_sync.storage.pins import list_steps_in_use
 from trinity_sync.storage.runs import (
     find_newest_run,
     find_superseded_steps,
     list_runs,
     read_restart_time,
 )
+from trinity_sync.storage.steps_in_use import list_steps_in_use
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from trinity_sync.errors import FormatError
 from trinity_sync.layout import SPOOL_FORMAT, Component, Kind, check_name, name_job
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.storage.manifest import Manifest, read_run_head
 
 SAVE_DEPLOYMENT = "save-step/save-step"

@@ -31,7 +31,7 @@ from pathlib import Path
 from trinity_sync.errors import SpoolError, SpoolFullError, TicketError, TrinitySyncError
 from trinity_sync.fs.memory import STALL, find_room, find_shortage, measure_ray_stores
 from trinity_sync.fs.process import call_held_handlers
-from trinity_sync.snapshot.save_id import Origin
+from trinity_sync.snapshot.identity import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import (

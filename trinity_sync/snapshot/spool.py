@@ -40,8 +40,7 @@ from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room, measure_ray_stores
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of, parse_number
-from trinity_sync.snapshot.job_identity import explain_away, job_id, read_identity
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId, explain_away, job_id, read_identity
 from trinity_sync.snapshot.ticket import (
     CLOSED_SUFFIX,
     KEPT_SUFFIX,

@@ -19,10 +19,10 @@ import torch
 
 from trinity_sync.errors import ImageError, SpoolError, describe_error
 from trinity_sync.layout import Component, check_number, shard_file
+from trinity_sync.snapshot.identity import Origin
 from trinity_sync.snapshot.image import ALIGNMENT, LaidOut, Layout, Storages, fill, lay_out
 from trinity_sync.snapshot.mutation_guard import MutationGuard, has_samples
 from trinity_sync.snapshot.packed import Packed
-from trinity_sync.snapshot.save_id import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.slot_pool import SlotKey, SlotMemory, SlotPool
 from trinity_sync.snapshot.spool import JobSpool

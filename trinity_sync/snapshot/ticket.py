@@ -45,7 +45,7 @@ from trinity_sync.fs.records import (
     read_record,
 )
 from trinity_sync.layout import COMPONENTS, FOLDERS, Component, is_below, is_path
-from trinity_sync.snapshot.save_id import Origin
+from trinity_sync.snapshot.identity import Origin
 
 TICKET_SUFFIX = ".ticket"
 FAILED_SUFFIX = ".failed"

@@ -17,7 +17,7 @@ from trinity_sync.fs.memory import find_room, measure_ray_stores
 from trinity_sync.layout import ROOT_FORMAT, steps_on_disk
 from trinity_sync.saves.journal import Journal
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id, read_identity
+from trinity_sync.snapshot.identity import job_id, read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import (
     find_newest,

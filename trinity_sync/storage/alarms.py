@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.layout import KINDS
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import (
     COMPARED,
     FileRecord,

@@ -33,15 +33,18 @@ from trinity_sync.layout import (
     attaching_folder,
     step_folder,
 )
-from trinity_sync.snapshot.job_identity import explain_away
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId, explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
 from trinity_sync.storage.alarms import compare_with_last_commit, log_alarms
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.dcp_folder import link_step
-from trinity_sync.storage.discovery import list_files_of_run, remove_mark
-from trinity_sync.storage.latest_pointer import advance_latest_pointer, repair_latest_pointer
+from trinity_sync.storage.discovery import (
+    advance_latest_pointer,
+    list_files_of_run,
+    remove_mark,
+    repair_latest_pointer,
+)
 from trinity_sync.storage.manifest import (
     CallableRecord,
     FileRecord,

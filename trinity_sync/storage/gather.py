@@ -14,7 +14,7 @@ from pathlib import Path
 from trinity_sync.errors import EvictedError, ManifestError, MissingShardsError
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import MANIFEST
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest

@@ -43,13 +43,18 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.spool import SLOT_SUFFIX, JobSpool
 from trinity_sync.snapshot.ticket import hold_slot, ticket_path
-from trinity_sync.storage.discovery import find_newest, is_foreign, require_committed
+from trinity_sync.storage.discovery import (
+    find_newest,
+    is_foreign,
+    read_latest_pointer,
+    repair_latest_pointer,
+    require_committed,
+)
 from trinity_sync.storage.export_requests import (
     list_export_files,
     list_steps_with_export_files,
     remove_export_files,
 )
-from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.quarantine import clear_replaced_step, fetching_folder, replacing_folder

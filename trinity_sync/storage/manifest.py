@@ -39,8 +39,7 @@ from trinity_sync.layout import (
     shard_file,
     step_folder,
 )
-from trinity_sync.snapshot.job_identity import read_identity
-from trinity_sync.snapshot.save_id import Export, Parent
+from trinity_sync.snapshot.identity import Export, Parent, read_identity
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.save_timing import SaveTiming
 

@@ -20,7 +20,7 @@ from trinity_sync.fs.atomic import read_uncached, remove_file, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER, check_type
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.runs import find_newest_run
 

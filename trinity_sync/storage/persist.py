@@ -58,8 +58,8 @@ from trinity_sync.fs.direct_io import (
 )
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, is_below, shard_file, step_folder
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.packed import unpack
-from trinity_sync.snapshot.save_id import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
 from trinity_sync.storage.alarms import list_commits_before

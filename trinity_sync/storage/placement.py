@@ -26,7 +26,7 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.records import Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, is_path
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.storage.runs import RunEnd, refuse_other_job
 
 _MOST_RANKS = 1 << 20

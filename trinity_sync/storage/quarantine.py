@@ -47,21 +47,27 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder, steps_on_disk
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import (
     iter_committed_steps,
     list_files_of_run,
+    repair_latest_pointer,
     require_committed,
     require_whole,
 )
 from trinity_sync.storage.job_settings import read_required_remote
-from trinity_sync.storage.latest_pointer import repair_latest_pointer
-from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import read_run_number
-from trinity_sync.storage.pins import Pin, is_pinned, list_pins, unpin
 from trinity_sync.storage.runs import open_run, read_restart_time, read_start_time
 from trinity_sync.storage.save_timing import append_removal
+from trinity_sync.storage.steps_in_use import (
+    Pin,
+    acquire_removal_lock,
+    is_pinned,
+    list_leases,
+    list_pins,
+    unpin,
+)
 
 TIME_FORMAT = "%Y%m%dT%H%M%SZ"
 REWIND = "rewind-to-step-"

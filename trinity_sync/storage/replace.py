@@ -31,19 +31,16 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.locks import LIMIT_S, LockFile, acquire_commit_lock, open_lock_file
 from trinity_sync.fs.process import describe_this_process
 from trinity_sync.layout import PRIVATE_FOLDER, SERVES_AS, Kind, step_folder
-from trinity_sync.snapshot.job_identity import require_root
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId, require_root
 from trinity_sync.storage.discovery import (
     find_newest,
     list_files_of_run,
     read_manifest_state,
     read_step_state,
+    repair_latest_pointer,
 )
-from trinity_sync.storage.latest_pointer import repair_latest_pointer
-from trinity_sync.storage.leases import acquire_removal_lock, list_leases
 from trinity_sync.storage.manifest import Manifest, is_own_file, read_manifest, write_manifest_into
 from trinity_sync.storage.persist import parse_image_name
-from trinity_sync.storage.pins import is_pinned
 from trinity_sync.storage.quarantine import (
     clear_displaced_step,
     clear_replaced_step,
@@ -52,6 +49,7 @@ from trinity_sync.storage.quarantine import (
 )
 from trinity_sync.storage.runs import list_runs, refuse_superseded
 from trinity_sync.storage.save import Written
+from trinity_sync.storage.steps_in_use import acquire_removal_lock, is_pinned, list_leases
 
 logger = logging.getLogger(__name__)
 

@@ -49,8 +49,8 @@ from trinity_sync.snapshot.ticket import hold_slot
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.tensors.deserialize import is_plain_forced, load_image
+from trinity_sync.tensors.dtensors import iter_dtensors
 from trinity_sync.tensors.in_place import Filling, plan_copies, plan_filling
-from trinity_sync.tensors.replicas import iter_dtensors
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,7 @@ from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, RUN_FORMAT, Kind, parse_number
-from trinity_sync.snapshot.job_identity import explain_away, read_identity
-from trinity_sync.snapshot.save_id import Parent, SaveId
+from trinity_sync.snapshot.identity import Parent, SaveId, explain_away, read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.save_timing import read_saves
 

@@ -10,7 +10,7 @@ from trinity_sync.errors import LockTimeoutError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, replace_file, walk_files
 from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import step_folder
-from trinity_sync.snapshot.save_id import Export, SaveId
+from trinity_sync.snapshot.identity import Export, SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import FILL_S, failure_path, hold_slot, lock_image, read_ticket
 from trinity_sync.storage.manifest import FileRecord

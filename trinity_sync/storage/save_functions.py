@@ -27,7 +27,7 @@ from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, Kind, check_name, is_below
-from trinity_sync.snapshot.save_id import SaveId, is_of_other_run
+from trinity_sync.snapshot.identity import SaveId, is_of_other_run
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import FileRecord
 

@@ -22,7 +22,7 @@ from trinity_sync.errors import SaveError
 from trinity_sync.fs.atomic import open_to_append, read_file, replace_file
 from trinity_sync.fs.records import Count, Seconds, decode_lines
 from trinity_sync.layout import PRIVATE_FOLDER, Kind
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 
 if TYPE_CHECKING:
     from trinity_sync.storage.manifest import Manifest

@@ -26,7 +26,7 @@ from trinity_sync.tensors.deserialize import (
     deserialize_unread,
     find_fault,
 )
-from trinity_sync.tensors.dtensor_shards import have_equal_bits
+from trinity_sync.tensors.dtensors import have_equal_bits
 from trinity_sync.tensors.memcpy import copy_pieces, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import count_users, get_shard, get_storage_id
 

@@ -23,7 +23,7 @@ from trinity_sync.tensors.deserialize import (
     find_fault,
     get_byte_offset,
 )
-from trinity_sync.tensors.dtensor_shards import (
+from trinity_sync.tensors.dtensors import (
     ShardBox,
     compute_chunk,
     compute_own_box,

@@ -18,7 +18,7 @@ import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.tensors.deserialize import find_fault
-from trinity_sync.tensors.dtensor_shards import have_equal_bits
+from trinity_sync.tensors.dtensors import have_equal_bits
 from trinity_sync.weights.weight_group import WeightGroup
 
 ALIGNMENT = 16

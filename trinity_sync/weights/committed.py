@@ -18,9 +18,12 @@ from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, revalidate_folder
 from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
-from trinity_sync.storage.discovery import iter_committed_steps, read_manifest_state
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.snapshot.identity import IDENTITY_FILE, read_identity
+from trinity_sync.storage.discovery import (
+    iter_committed_steps,
+    read_latest_pointer,
+    read_manifest_state,
+)
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.runs import Run, is_superseded
 from trinity_sync.weights.versions import Version

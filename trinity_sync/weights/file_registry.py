@@ -18,7 +18,7 @@ from pathlib import Path
 from trinity_sync.fs.atomic import read_signature
 from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import list_runs
 from trinity_sync.weights.committed import SCAN_S, CommitNotification, Signature

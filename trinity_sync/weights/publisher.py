@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import WeightSyncError
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.weights.ray_cluster import require_ray

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
 from trinity_sync.layout import job_id_of
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.state_files import SynchronizerState, read_state, write_state

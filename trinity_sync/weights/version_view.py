@@ -34,9 +34,9 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag, read_version_tag
 from trinity_sync.storage.discovery import list_shards, require_run, require_unreplaced
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.storage.restore import require_size
+from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.tensors.deserialize import Unread
 from trinity_sync.tensors.in_place import NOT_LIVE, find_copies
 from trinity_sync.tensors.torch_private import acts_on_load

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.snapshot.job_identity import read_identity
-from trinity_sync.snapshot.save_id import is_of_other_run
+from trinity_sync.snapshot.identity import is_of_other_run, read_identity
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import Run, find_shared_step, find_superseding_run, list_runs
 
@@ -59,7 +58,7 @@ class Version:
     images: tuple[ImageRef, ...] = ()
     """The images of all ranks, by rank, if the source is memory."""
     identity: str = ""
-    """Identity of the job, see `snapshot.job_identity`; empty if it is unknown."""
+    """Identity of the job, see `snapshot.identity`; empty if it is unknown."""
     run_key: str = ""
     """Key of the run; empty if it is unknown."""
 

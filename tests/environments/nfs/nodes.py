@@ -37,24 +37,29 @@ from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import Journal, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import find_newest, read_latest_pointer, require_committed
 from trinity_sync.storage.gc import empty_trash, remove_replaced
 from trinity_sync.storage.job_settings import is_replicated, record_replicated, write_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.leases import acquire_removal_lock, lease_to_read, list_leases
 from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
-from trinity_sync.storage.pins import pin, resolve_step, tag
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.save import Written
 from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
+from trinity_sync.storage.steps_in_use import (
+    acquire_removal_lock,
+    lease_to_read,
+    list_leases,
+    pin,
+    resolve_step,
+    tag,
+)
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.versions import Version

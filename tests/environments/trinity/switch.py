@@ -19,7 +19,7 @@ from trinity_sync import Checkpoints
 from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.restore import load_bytes
 from trinity_sync.storage.runs import list_runs

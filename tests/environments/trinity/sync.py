@@ -19,7 +19,7 @@ from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.integrations.verl.driver import open_metrics
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 
 

@@ -18,7 +18,7 @@ from tests.support.states import differences
 from trinity_sync import ConfigError
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
-from trinity_sync.tensors.replicas import adopt_meshes
+from trinity_sync.tensors.dtensors import adopt_meshes
 
 pytest.importorskip("veomni", reason="VeOmni has an environment of its own; see make veomni")
 pytestmark = pytest.mark.timeout(600)

@@ -17,7 +17,7 @@ import pytest
 from tests.environments.verl.sft import WITH_US, Program, make_world
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import list_runs
 

@@ -20,7 +20,7 @@ from tests.integration.fsdp.merged import merged
 from trinity_sync import Checkpoints
 from trinity_sync.layout import step_folder
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.runs import list_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

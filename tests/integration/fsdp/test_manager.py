@@ -15,8 +15,7 @@ from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, Settings
 from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
-from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import find_newest, read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 
 MakeManager = Callable[..., FSDPCheckpointManager]

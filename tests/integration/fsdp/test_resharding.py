@@ -29,7 +29,7 @@ from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.formats.shard_reader import SavedState, outline_files
 from trinity_sync.integrations.verl.fsdp.reshard import derive_rng, load_resharded
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.steps_in_use import list_leases
 
 STEP = 3
 

@@ -14,7 +14,7 @@ from tests.integration.fsdp.ranks import on_ranks
 from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.formats.shard_reader import SavedState, outline_files
 from trinity_sync.layout import shard_file
-from trinity_sync.tensors.dtensor_shards import ShardBox, make_whole_box
+from trinity_sync.tensors.dtensors import ShardBox, make_whole_box
 from trinity_sync.tensors.unshard import combine_tensor, plan_unshard
 
 WORLD_SIZE = 4

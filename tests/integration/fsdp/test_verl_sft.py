@@ -30,8 +30,7 @@ from trinity_sync.integrations.verl.sft import (
 from trinity_sync.layout import step_folder
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.runs import list_runs
 
 

@@ -53,9 +53,8 @@ from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import list_runs
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 

@@ -14,7 +14,7 @@ from tests.conftest import SPOOLS
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import daemon, services
 from trinity_sync.stack.daemon import Daemon

@@ -12,8 +12,8 @@ import ray
 from tests.models.chaos.training import Expected, Notes, digest
 from trinity_sync.errors import CommitError, TrinitySyncError
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.weights.synchronizer import Synchronizer
 
 PAUSE_S = 0.3

@@ -18,7 +18,7 @@ import psutil
 
 from tests.models.chaos.world import Hang, World
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT, SaveRequest
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.runs import find_newest_run
 
 Fault = Callable[[World, Random], None]

@@ -20,7 +20,7 @@ from trinity_sync.errors import CommitError, ManifestError
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.discovery import find_newest, read_corruption, require_committed
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.runs import find_superseding_run, list_runs

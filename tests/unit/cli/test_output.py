@@ -26,10 +26,10 @@ from tests.support.terminal import run_at_terminal
 from tests.support.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import KEYS, is_time, write_cell
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings
-from trinity_sync.storage.pins import pin, tag, unpin
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps_in_use import pin, tag, unpin
 
 REPOSITORY = Path(__file__).parents[3]
 DOCUMENTS = run_path(str(REPOSITORY / "docs/_hooks/json_documents.py"))["DOCUMENTS"]

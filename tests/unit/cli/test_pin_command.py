@@ -13,7 +13,7 @@ from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.cli.commands import app
 from trinity_sync.storage.discovery import Corruption, mark_corrupted
-from trinity_sync.storage.pins import resolve_step, tag
+from trinity_sync.storage.steps_in_use import resolve_step, tag
 
 
 @pytest.fixture

@@ -28,10 +28,9 @@ from trinity_sync.errors import (
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.removal import Rules
-from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.pins import BEST, pin_ahead, tag
 from trinity_sync.storage.runs import list_runs, open_run
+from trinity_sync.storage.steps_in_use import BEST, list_leases, pin_ahead, tag
 
 
 def state(step: int) -> dict[str, Any]:

@@ -40,10 +40,10 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import Journal, append
-from trinity_sync.saves.pending_save import PendingSave
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import PendingSave
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage import save as save_files
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -75,7 +75,7 @@ def test_an_error_of_the_file_system_ends_no_watcher(
     request = job.request(4)
     with caplog.at_level(logging.WARNING):
         with monkeypatch.context() as disk:
-            disk.setattr("trinity_sync.storage.latest_pointer.read_uncached", fail_to_read)
+            disk.setattr("trinity_sync.storage.discovery.read_uncached", fail_to_read)
             watcher.follow(request)
             with pytest.raises(SaveTimeoutError, match="step4"):
                 watcher.wait(time.monotonic() + 0.5)
@@ -201,7 +201,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
         return read_manifest(root, step, **of)
 
     monkeypatch.setattr(PendingSave, "find_result", noted)
-    monkeypatch.setattr("trinity_sync.saves.pending_save.read_manifest", read)
+    monkeypatch.setattr("trinity_sync.saves.save_status.read_manifest", read)
     job.commit_states(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen
     job.stage(4, {"optim": {"w": torch.zeros(3)}})

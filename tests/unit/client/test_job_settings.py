@@ -14,7 +14,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings
-from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.client.init_root import set_job_settings
 from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import job_id_of

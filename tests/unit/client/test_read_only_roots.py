@@ -26,9 +26,9 @@ from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE, read_identity
-from trinity_sync.storage.leases import lease_to_read, list_leases
+from trinity_sync.snapshot.identity import IDENTITY_FILE, read_identity
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.steps_in_use import lease_to_read, list_leases
 from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.folder.writer import WeightFolder
 

@@ -33,11 +33,9 @@ from trinity_sync.errors import (
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import Kind
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import find_newest, read_latest_pointer, require_committed
 from trinity_sync.storage.gc import remove_replaced
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest, write_manifest
-from trinity_sync.storage.pins import pin
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import (
@@ -46,6 +44,7 @@ from trinity_sync.storage.save_functions import (
     read_statuses,
     write_status,
 )
+from trinity_sync.storage.steps_in_use import pin
 
 
 def test_other_coroutines_run_while_it_waits_for_staging(coordinator_of: Open, job: Job) -> None:

@@ -19,9 +19,9 @@ from trinity_sync.errors import CommitError
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.restore import load_bytes, load_states
 from trinity_sync.storage.runs import list_runs
+from trinity_sync.storage.steps_in_use import list_leases
 
 RANKS = 8
 

@@ -20,13 +20,16 @@ from trinity_sync.client.run_context import RunContext
 from trinity_sync.errors import CommitError, ConfigError, SaveError, SupersededError
 from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.orchestration.report.steps import read_step
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.storage.discovery import read_step_state, require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
-from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.pins import resolve_step
+from trinity_sync.storage.discovery import (
+    read_latest_pointer,
+    read_step_state,
+    repair_latest_pointer,
+    require_committed,
+)
 from trinity_sync.storage.runs import find_newest_run
+from trinity_sync.storage.steps_in_use import list_leases, resolve_step
 
 MODEL = "actor/model_world_size_1_rank_0.pt"
 

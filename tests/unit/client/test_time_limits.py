@@ -16,7 +16,7 @@ from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import ConfigError, Settings
 from trinity_sync.client.preemption import Preemption
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer
 
 HOUR_S = 3600.0
 SLURM = "SLURM_JOB_END_TIME"

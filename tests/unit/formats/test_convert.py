@@ -17,7 +17,7 @@ from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.steps_in_use import list_leases
 
 STEP = 40
 

@@ -35,9 +35,9 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.storage import leases, metrics, restore
-from trinity_sync.storage.leases import acquire_removal_lock, list_leases
+from trinity_sync.storage import metrics, restore, steps_in_use
 from trinity_sync.storage.metrics import MetricsLog, read_metrics
+from trinity_sync.storage.steps_in_use import acquire_removal_lock, list_leases
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def test_a_child_has_no_lock_file_open_whenever_it_is_forked(tmp_path: Path) -> 
 def test_a_prune_that_waits_for_its_lock_does_not_block_commits(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "ACQUIRE_S", 0.05)
+    monkeypatch.setattr(steps_in_use, "ACQUIRE_S", 0.05)
     for step in (1, 2):
         commit_files(job.root, step)
     made = plan_prune(job.root, Rules(parse_policy("last=1"), ALL), now=0)

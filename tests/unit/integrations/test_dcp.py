@@ -27,8 +27,8 @@ from trinity_sync.integrations.dcp.reader import parse_index
 from trinity_sync.layout import step_folder
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.steps_in_use import list_leases
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -36,10 +36,10 @@ from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.pipeline.order import ORDER
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import lock_image
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer
 
 MODEL = {"model": {"w": torch.zeros(3)}}
 POINTER = "latest_checkpointed_iteration.txt"

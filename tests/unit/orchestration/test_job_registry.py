@@ -7,7 +7,7 @@ import pytest
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.job_registry import list_known_roots, select_roots, unregister_job
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 
 
 @pytest.fixture

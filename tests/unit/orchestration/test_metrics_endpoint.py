@@ -23,7 +23,7 @@ from trinity_sync.orchestration import metrics as node_metrics
 from trinity_sync.orchestration.metrics import RootObserver, WorkerMetrics
 from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.storage.discovery import Corruption, mark_corrupted
 from trinity_sync.storage.save import Persisted
@@ -206,7 +206,7 @@ def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
         assert corrupted_steps(observer) == {name: 0}
     assert caplog.text.count("cannot read") == 1
     with monkeypatch.context() as disk:
-        disk.setattr("trinity_sync.storage.latest_pointer.read_uncached", fail_to_read)
+        disk.setattr("trinity_sync.storage.discovery.read_uncached", fail_to_read)
         for _ in range(2):
             observer.observe()
             assert corrupted_steps(observer) == {}

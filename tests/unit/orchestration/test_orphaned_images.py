@@ -32,15 +32,14 @@ from trinity_sync.orchestration.recovery import node
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.pipeline.save import Share
-from trinity_sync.saves.pending_save import compare_late_images
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import compare_late_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack.doctor import _check_tickets
 from trinity_sync.storage.commit import commit, free_committed_slots
-from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.runs import open_run
@@ -76,7 +75,7 @@ def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
         from pathlib import Path
         from trinity_sync.snapshot.spool import JobSpool
         from trinity_sync.storage import commit as commits
-        from trinity_sync.snapshot.save_id import SaveId
+        from trinity_sync.snapshot.identity import SaveId
         from trinity_sync.storage.persist import WriteOptions, persist
         from trinity_sync.storage.placement import NodeShards
         save = SaveId(**{vars(job.save(step))!r})

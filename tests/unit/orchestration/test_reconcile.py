@@ -24,9 +24,8 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import seal
-from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.gc import Finding, remove_attached, remove_temporaries
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save import mark_failed
 

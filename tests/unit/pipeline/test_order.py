@@ -45,7 +45,7 @@ from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.order import ORDER, Driver, Part, is_io_error
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.manifest import read_manifest

@@ -13,7 +13,7 @@ import pytest
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import open_job_spool
 
 DEMO = Path(__file__).parents[3] / "examples/demo/demo.py"

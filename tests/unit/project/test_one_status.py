@@ -60,7 +60,7 @@ def test_statuses_of_saves_are_told_apart_in_their_package_alone() -> None:
     asking = find_asking(words - of_rows, "status", "status") | find_asking(
         words, "", "read_status"
     )
-    assert asking <= {"saves/save_status.py", "saves/pending_save.py"}
+    assert asking <= {"saves/save_status.py"}
 
 
 def test_what_has_become_of_a_save_is_decided_for_waits_savers_and_lists_by_one_function() -> None:
@@ -69,5 +69,4 @@ def test_what_has_become_of_a_save_is_decided_for_waits_savers_and_lists_by_one_
         for path in PRODUCT.rglob("*.py")
         if "Facts(" in path.read_text()
     }
-    table = "saves/save_status.py"
-    assert deciding <= {table, "saves/pending_save.py", "orchestration/report/steps.py"}
+    assert deciding <= {"saves/save_status.py", "orchestration/report/steps.py"}

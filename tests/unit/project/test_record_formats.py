@@ -42,20 +42,24 @@ from trinity_sync.remote.required import fetch_newest
 from trinity_sync.remote.upload import replicate
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import open_identity, read_identity, register_root
+from trinity_sync.snapshot.identity import open_identity, read_identity, register_root
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack.doctor import run_checks
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import (
+    find_newest,
+    read_latest_pointer,
+    repair_latest_pointer,
+    require_committed,
+)
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.pins import list_pins, pin, tag
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.save import mark_failed
+from trinity_sync.storage.steps_in_use import list_pins, pin, tag
 from trinity_sync.storage.verify import check_files, choose_files
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.version_view import SlotReader

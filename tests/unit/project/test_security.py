@@ -45,7 +45,7 @@ from trinity_sync.pipeline.save import Share
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.daemon import Daemon

@@ -19,7 +19,7 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.conftest import SECRET
-from trinity_sync.client.job_settings import set_job_settings
+from trinity_sync.client.init_root import set_job_settings
 from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
 from trinity_sync.layout import MANIFEST
 from trinity_sync.pipeline.save import replicate_step
@@ -31,15 +31,13 @@ from trinity_sync.remote.required import replicate_missing
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.removal import Rules, carry_out, describe_steps, plan_removals
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
-from trinity_sync.storage.discovery import find_newest, iter_committed_steps
-from trinity_sync.storage.latest_pointer import read_latest_pointer
-from trinity_sync.storage.leases import list_leases
+from trinity_sync.storage.discovery import find_newest, iter_committed_steps, read_latest_pointer
 from trinity_sync.storage.manifest import encode_manifest, read_manifest
-from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps_in_use import list_leases, pin, tag
 
 
 @pytest.fixture

@@ -32,16 +32,16 @@ from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity, read_identity
+from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity, read_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run, record_left_out
+from trinity_sync.storage.steps_in_use import pin
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 

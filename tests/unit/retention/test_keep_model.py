@@ -27,7 +27,7 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.retention.removal import RemovalPlan, Rules
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import discovery
 from trinity_sync.storage.discovery import (
@@ -40,9 +40,9 @@ from trinity_sync.storage.discovery import (
 from trinity_sync.storage.job_settings import JobSettings, write_job_settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import write_metrics
-from trinity_sync.storage.pins import pin, resolve_step
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.storage.steps_in_use import pin, resolve_step
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 OPTIM = "actor/optim_world_size_1_rank_0.pt"

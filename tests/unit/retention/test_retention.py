@@ -41,10 +41,10 @@ from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_req
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.manifest import FileRecord, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics, write_metrics
-from trinity_sync.storage.pins import pin
 from trinity_sync.storage.quarantine import quarantine_folder, rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, write_status
+from trinity_sync.storage.steps_in_use import pin
 
 DAY = 86400.0
 SPARE_PATTERN = ".trinity_sync/spare/*"

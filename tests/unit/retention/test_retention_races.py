@@ -26,7 +26,7 @@ from trinity_sync.retention.removal import Rules, plan_removals
 from trinity_sync.retention.prune import prune
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.storage.discovery import find_newest, read_step_state, require_committed
-from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.steps_in_use import lease_to_read
 root = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

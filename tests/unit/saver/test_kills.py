@@ -17,7 +17,7 @@ from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import Journal, read_entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 from trinity_sync.storage.job_settings import write_job_settings

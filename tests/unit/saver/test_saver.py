@@ -59,11 +59,11 @@ from trinity_sync.layout import Kind
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver, WaitingSave
-from trinity_sync.saves import pending_save
+from trinity_sync.saves import save_status
 from trinity_sync.saves.journal import read_entry
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE, JobIdentity
+from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
@@ -562,7 +562,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(pipeline, "await_node_shards", fail)
-    monkeypatch.setattr(pending_save, "mark_failed", is_full)
+    monkeypatch.setattr(save_status, "mark_failed", is_full)
     request = job.request(1)
     saver = Saver(settings.spool, NodeWriting(nice=0))
     saver._saves[request.key] = threading.current_thread()

@@ -24,9 +24,8 @@ from trinity_sync.client.saver_control import LOG
 from trinity_sync.fs.atomic import make_temporary_path
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.commit import acquire_commit_lock
-from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.placement import group_by_node
 from trinity_sync.storage.restore import load_states
 
@@ -35,7 +34,7 @@ TRAINER = """
 import os, signal, sys
 import torch
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.placement import group_by_node
 

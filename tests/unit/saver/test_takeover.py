@@ -39,8 +39,7 @@ from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.spool import WORKER, check_worker, try_run_lock
 from trinity_sync.storage.commit import acquire_commit_lock
-from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.restore import load_states
 
 AWAY = "http://127.0.0.1:9/api"

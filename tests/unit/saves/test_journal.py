@@ -30,7 +30,7 @@ from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 
 rank, root, spool, images = json.loads(sys.argv[1])

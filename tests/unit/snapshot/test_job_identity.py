@@ -20,7 +20,7 @@ from trinity_sync.errors import CommitError, SpoolFullError
 from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import job_id_of
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import IDENTITY_FILE, job_id, open_identity, read_identity
+from trinity_sync.snapshot.identity import IDENTITY_FILE, job_id, open_identity, read_identity
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
 from trinity_sync.storage.commit import resolve_late_image

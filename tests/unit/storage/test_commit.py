@@ -39,18 +39,21 @@ from trinity_sync.retention.prune import RootSteps, list_prunable_quarantine
 from trinity_sync.retention.removal import describe_steps
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import packed
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage.commit import commit, free_committed_slots
-from trinity_sync.storage.discovery import find_newest, list_unnamed_files, require_committed
+from trinity_sync.storage.discovery import (
+    find_newest,
+    list_unnamed_files,
+    read_latest_pointer,
+    require_committed,
+)
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
-from trinity_sync.storage.pins import pin, tag
 from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superseded
 from trinity_sync.storage.save import discard, mark_failed
 from trinity_sync.storage.save_functions import (
@@ -59,6 +62,7 @@ from trinity_sync.storage.save_functions import (
     read_statuses,
     write_status,
 )
+from trinity_sync.storage.steps_in_use import pin, tag
 
 
 def state(value: float, size: int = 5000) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import register_root
+from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 

@@ -15,8 +15,16 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError
-from trinity_sync.storage.leases import LEASE_S, acquire_removal_lock, lease_to_read, list_leases
-from trinity_sync.storage.pins import list_pins, pin, pin_ahead, unpin
+from trinity_sync.storage.steps_in_use import (
+    LEASE_S,
+    acquire_removal_lock,
+    lease_to_read,
+    list_leases,
+    list_pins,
+    pin,
+    pin_ahead,
+    unpin,
+)
 
 
 @pytest.fixture
@@ -74,7 +82,7 @@ def test_a_node_whose_clock_is_a_day_ahead_ends_no_lease(
 
 def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> None:
     script = (
-        "import os, signal\nfrom trinity_sync.storage.leases import lease_to_read\n"
+        "import os, signal\nfrom trinity_sync.storage.steps_in_use import lease_to_read\n"
         f"lease = lease_to_read({str(committed.root)!r}, 4, 'killed')\nlease.__enter__()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -87,7 +95,7 @@ def test_a_lease_of_a_reader_that_was_killed_ends_with_it(committed: Job) -> Non
 
 def test_a_reader_in_another_container_is_not_taken_for_dead(committed: Job) -> None:
     script = (
-        "import os\nfrom trinity_sync.storage.leases import lease_to_read\n"
+        "import os\nfrom trinity_sync.storage.steps_in_use import lease_to_read\n"
         f"lease = lease_to_read({str(committed.root)!r}, 4, 'unseen')\nlease.__enter__()\n"
         "os._exit(0)"
     )
@@ -107,7 +115,7 @@ def test_a_reader_on_another_machine_of_the_same_name_is_not_taken_for_dead(
     boot = tmp_path / "boot_id"
     boot.write_text(f"{uuid.uuid4()}\n")
     script = (
-        "import os\nfrom trinity_sync.storage.leases import lease_to_read\n"
+        "import os\nfrom trinity_sync.storage.steps_in_use import lease_to_read\n"
         f"lease = lease_to_read({str(committed.root)!r}, 4, 'elsewhere')\nlease.__enter__()\n"
         "os._exit(0)"
     )

@@ -17,9 +17,9 @@ from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.gc import FILE_REPAIRS, remove_temporaries
-from trinity_sync.storage.pins import pin
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps_in_use import pin
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 

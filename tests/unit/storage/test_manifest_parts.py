@@ -23,8 +23,8 @@ from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.saves.pending_save import PendingSave
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import PendingSave
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage.commit import commit

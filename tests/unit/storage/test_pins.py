@@ -8,7 +8,8 @@ import torch
 from tests.support.job import Job
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.integrations.trainer_saves import TrainerSaves
-from trinity_sync.storage.pins import (
+from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps_in_use import (
     BEST,
     list_best,
     list_pins,
@@ -19,7 +20,6 @@ from trinity_sync.storage.pins import (
     tag,
     unpin,
 )
-from trinity_sync.storage.runs import open_run
 
 
 @pytest.fixture

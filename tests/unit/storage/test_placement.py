@@ -22,7 +22,7 @@ from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.save_id import SaveId
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import read_cached_file
 from trinity_sync.storage.commit import commit, free_committed_slots

@@ -162,9 +162,9 @@ def test_a_restart_after_a_kill_finds_the_image_in_memory(job: Job) -> None:
         """
         import os, signal, sys, torch
         from pathlib import Path
-        from trinity_sync.snapshot.job_identity import read_identity
+        from trinity_sync.snapshot.identity import read_identity
         from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-        from trinity_sync.snapshot.save_id import Origin
+        from trinity_sync.snapshot.identity import Origin
         from trinity_sync.snapshot.stager import Stager
         spool, root = Path(sys.argv[1]), sys.argv[2]
         save = root, 1, "", 5, "checkpoint", ("actor",), "actor", 0, 1

@@ -21,11 +21,15 @@ from trinity_sync.retention.prune import (
     remove_quarantined,
 )
 from trinity_sync.retention.removal import Rules
-from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
-from trinity_sync.storage.pins import list_pins, pin, tag
+from trinity_sync.storage.discovery import (
+    find_newest,
+    read_latest_pointer,
+    repair_latest_pointer,
+    require_committed,
+)
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
+from trinity_sync.storage.steps_in_use import list_pins, pin, tag
 from trinity_sync.weights.committed import find_committed_version
 
 

@@ -57,13 +57,13 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves import journal
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.block_reuse import WORTHWHILE, list_spares, remove_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.dcp_folder import FOLDER_FILE, link_step
-from trinity_sync.storage.discovery import find_newest, require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed, warn_of_other_step
 from trinity_sync.storage.export_requests import exports_folder, remove_export_files
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
@@ -72,16 +72,14 @@ from trinity_sync.storage.gc import (
     remove_temporaries,
 )
 from trinity_sync.storage.job_settings import record_replicated, write_job_settings
-from trinity_sync.storage.latest_pointer import warn_of_other_step
-from trinity_sync.storage.leases import lease_to_read, list_leases
 from trinity_sync.storage.manifest import FileRecord, write_manifest
 from trinity_sync.storage.metrics import remove_metrics, write_metrics
 from trinity_sync.storage.persist import make_attempt_path
-from trinity_sync.storage.pins import is_pinned, pin, tag, unpin
 from trinity_sync.storage.placement import read_placement, write_placement
 from trinity_sync.storage.quarantine import fetching_folder, rewind
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import hold_run, open_run
+from trinity_sync.storage.steps_in_use import is_pinned, lease_to_read, list_leases, pin, tag, unpin
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.state_files import (
     SynchronizerState,

@@ -31,8 +31,12 @@ from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.remote.upload import replicate
-from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer, repair_latest_pointer
+from trinity_sync.storage.discovery import (
+    find_newest,
+    read_latest_pointer,
+    repair_latest_pointer,
+    require_committed,
+)
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import (
     VerifiedStep,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trinity_sync.tensors.dtensor_shards import ShardBox, compute_own_box
+from trinity_sync.tensors.dtensors import ShardBox, compute_own_box
 
 MESHES = {"4": torch.arange(4), "2x2": torch.tensor([[0, 1], [2, 3]])}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.dtensors import make_dtensor, make_mesh
-from trinity_sync.tensors.replicas import find_replicas
+from trinity_sync.tensors.dtensors import find_replicas
 
 
 @pytest.mark.parametrize("nest", [lambda w: {"w": w}, lambda w: [{"w": w}], lambda w: {"a": (w,)}])

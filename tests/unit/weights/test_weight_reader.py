@@ -27,9 +27,9 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import Rules
-from trinity_sync.storage.leases import list_leases
 from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.steps_in_use import list_leases
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.versions import ImageRef, Version
 
@@ -328,9 +328,9 @@ def test_readers_read_on_after_the_trainer_was_killed(
         """
         import os, signal, sys, torch
         from pathlib import Path
-        from trinity_sync.snapshot.job_identity import read_identity
+        from trinity_sync.snapshot.identity import read_identity
         from trinity_sync.snapshot.spool import open_job_spool
-        from trinity_sync.snapshot.save_id import Origin
+        from trinity_sync.snapshot.identity import Origin
         from trinity_sync.snapshot.stager import Stager
         spool, root = Path(sys.argv[1]), sys.argv[2]
         save = root, 1, "", 5, "state_dict", ("actor",), "actor", 0, 1

@@ -21,7 +21,7 @@ from tests.support.without_ray import follower
 from tests.unit.conftest import Open
 from trinity_sync.errors import ConfigError, SaveFailedError, WeightSyncError
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import write_version_tag
 from trinity_sync.storage.runs import open_run

@@ -16,9 +16,9 @@ from torch.futures import Future
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.layout import check_name, check_number, step_folder
 from trinity_sync.storage.discovery import require_unreplaced
-from trinity_sync.storage.leases import lease_to_read
 from trinity_sync.storage.manifest import FileRecord, Manifest
 from trinity_sync.storage.restore import OpenFiles, load_bytes
+from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.tensors.torch_private_dcp import DCP_INDEX_CLASSES
 
 _INDEX_CLASSES = {

@@ -16,7 +16,7 @@ import torch
 
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity.job import require_supported
-from trinity_sync.storage.leases import lease_to_read
+from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.versions import Version

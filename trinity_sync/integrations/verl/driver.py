@@ -27,8 +27,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.after_import import Call, replace_attributes, wrapper
 from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.settings import CONFIG, STACK_PREFIX
-from trinity_sync.storage.discovery import is_foreign
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import is_foreign, read_latest_pointer
 from trinity_sync.storage.metrics import MetricsLog, find_run_of_step
 from trinity_sync.storage.runs import find_newest_run
 

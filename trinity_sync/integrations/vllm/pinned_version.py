@@ -19,7 +19,7 @@ from typing import Any
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.weights.committed import find_committed_version
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.version_view import VersionView

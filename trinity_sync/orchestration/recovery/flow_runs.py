@@ -41,8 +41,8 @@ from trinity_sync.layout import SPOOL_FORMAT
 from trinity_sync.orchestration.job_registry import ANSWER_S
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.saves.journal import PATIENCE_S, SaveState, append, read_entry
-from trinity_sync.saves.pending_save import end_images
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools, try_run_lock
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.job_identity import read_identity
+from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import sort_job_spools
 from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.export_requests import list_missing_exports

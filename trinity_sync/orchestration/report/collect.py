@@ -40,18 +40,17 @@ from trinity_sync.orchestration.report.facts import (
 from trinity_sync.orchestration.report.health import group_failures, judge_health
 from trinity_sync.orchestration.report.steps import list_saves, read_steps
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.leases import list_leases
-from trinity_sync.storage.pins import list_pins
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
 from trinity_sync.storage.quarantine import quarantine_folder
 from trinity_sync.storage.runs import Run, find_living_run
 from trinity_sync.storage.save_timing import read_saves
+from trinity_sync.storage.steps_in_use import list_leases, list_pins
 from trinity_sync.weights.state_files import read_sync_report
 
 MAX_SAVES = 1000

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trinity_sync.layout import Kind
-from trinity_sync.snapshot.save_id import Parent
+from trinity_sync.snapshot.identity import Parent
 from trinity_sync.storage.manifest import CallableRecord, ComponentHealth
 from trinity_sync.storage.save_timing import LoggedSave, SaveTiming
 

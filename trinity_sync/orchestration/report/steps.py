@@ -17,19 +17,18 @@ from trinity_sync.saves.journal import STATES_OF_RUNS, Entry, Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import Facts, SaveStatus, decide
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.job_identity import job_id
+from trinity_sync.snapshot.identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.storage.discovery import list_known_runs, read_step_state
+from trinity_sync.storage.discovery import list_known_runs, read_latest_pointer, read_step_state
 from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
-from trinity_sync.storage.latest_pointer import read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.pins import list_steps_in_use, list_tags
 from trinity_sync.storage.runs import Run, find_superseding_run
 from trinity_sync.storage.save_functions import list_requests
 from trinity_sync.storage.save_timing import LoggedSave, read_saves
+from trinity_sync.storage.steps_in_use import list_steps_in_use, list_tags
 
 
 def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterator[StepRow]:

@@ -20,7 +20,7 @@ from trinity_sync.formats.hf_files import ADAPTER_CONFIG, ADAPTER_FILE, set_dtyp
 from trinity_sync.formats.hf_naming import Architecture, Naming, Tensors, find_kept
 from trinity_sync.formats.safetensors import INDEX, PROGRESS, save_tensors
 from trinity_sync.fs.atomic import sync_folder
-from trinity_sync.tensors.dtensor_shards import have_equal_bits
+from trinity_sync.tensors.dtensors import have_equal_bits
 from trinity_sync.weights.folder.published import VERSION_FILE, describe_tensor
 from trinity_sync.weights.folder.reader import PublishedView
 from trinity_sync.weights.version_view import VersionView

@@ -40,9 +40,9 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
 )
 from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
-from trinity_sync.snapshot.save_id import Export
+from trinity_sync.snapshot.identity import Export
 from trinity_sync.storage.restore import RestoredShard, load_shards
-from trinity_sync.tensors.replicas import adopt_meshes
+from trinity_sync.tensors.dtensors import adopt_meshes
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.ray_cluster import in_ray_cluster
 from trinity_sync.weights.synchronizer import Synchronizer

@@ -44,7 +44,7 @@ from trinity_sync.layout import shard_file, split_role_path
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import require_digest
 from trinity_sync.tensors.deserialize import load_file
-from trinity_sync.tensors.dtensor_shards import (
+from trinity_sync.tensors.dtensors import (
     ShardBox,
     compute_chunk,
     compute_own_box,

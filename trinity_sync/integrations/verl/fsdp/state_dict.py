@@ -41,12 +41,10 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.image import UndetachedStateDict
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.discovery import is_foreign, require_committed
-from trinity_sync.storage.latest_pointer import read_latest_pointer
+from trinity_sync.storage.discovery import is_foreign, read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.restore import fill_states
-from trinity_sync.tensors.dtensor_shards import compute_own_box
-from trinity_sync.tensors.replicas import find_replicas
+from trinity_sync.tensors.dtensors import compute_own_box, find_replicas
 from trinity_sync.tensors.torch_private import (
     FSDP1_WRAPPED,
     get_fsdp1_handle,
