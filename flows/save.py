@@ -58,7 +58,7 @@ from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
-from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.uncommitted import Persisted
 
 T = TypeVar("T")
 

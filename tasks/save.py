@@ -25,7 +25,7 @@ from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.uncommitted import Persisted
 
 logger = logging.getLogger(__name__)
 

@@ -58,8 +58,8 @@ from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import JobSpool, check_worker, list_job_spools, make_own_folder
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
-from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import has_running_functions
+from trinity_sync.storage.uncommitted import is_being_written
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
-from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.uncommitted import Persisted
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from trinity_sync.storage.manifest import Manifest
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, group_by_node, write_placement
 from trinity_sync.storage.runs import list_runs
-from trinity_sync.storage.save import Written
+from trinity_sync.storage.uncommitted import Written
 
 
 def find_orphaned_saves(spool: Path, **how: Any) -> list[SaveRequest]:

@@ -38,7 +38,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.placement import NodeShards, await_node_shards
-from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.uncommitted import Persisted
 
 RANK_TIMEOUT_S = 0.03
 

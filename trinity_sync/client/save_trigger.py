@@ -25,9 +25,9 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import is_on_several_nodes
-from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import has_request
 from trinity_sync.storage.save_timing import refuse_removed
+from trinity_sync.storage.uncommitted import is_being_written
 
 logger = logging.getLogger(__name__)
 

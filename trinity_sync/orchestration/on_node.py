@@ -42,8 +42,8 @@ from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.save import Persisted
 from trinity_sync.storage.save_timing import SaveTiming
+from trinity_sync.storage.uncommitted import Persisted
 from trinity_sync.storage.verify import (
     VerifiedStep,
     check_files,

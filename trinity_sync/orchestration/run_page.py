@@ -12,8 +12,8 @@ from typing import Literal
 from trinity_sync.orchestration.quantities import format_bytes, format_duration, format_rate
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.save import Written
 from trinity_sync.storage.save_timing import SaveTiming, Stall
+from trinity_sync.storage.uncommitted import Written
 
 StepOutcome = Literal["committed", "unhealthy", "failed", "evicted", "superseded", "corrupted"]
 

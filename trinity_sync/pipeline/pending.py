@@ -24,12 +24,11 @@ from trinity_sync.layout import Kind
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot.identity import SaveId, explain_away
-from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path, free_slot, list_components
 from trinity_sync.storage.commit import finish_interrupted
 from trinity_sync.storage.manifest import Manifest, read_run_manifest
 from trinity_sync.storage.runs import refuse_other_job
-from trinity_sync.storage.save import mark_image_failed
 from trinity_sync.storage.save_functions import list_requests, remove_statuses
 
 GRACE_S = 2.0

@@ -38,9 +38,9 @@ from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_mani
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
-from trinity_sync.storage.save import Persisted, discard
 from trinity_sync.storage.save_functions import await_callable_saves
 from trinity_sync.storage.save_timing import refuse_removed
+from trinity_sync.storage.uncommitted import Persisted, discard
 
 if TYPE_CHECKING:
     from trinity_sync.remote.upload import Replicated

@@ -34,8 +34,8 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, SUCCESSES, read_status
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.runs import explain_superseded, find_superseding_run, list_runs
-from trinity_sync.storage.save import Persisted, Written, is_being_written, remove_files
 from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.uncommitted import Persisted, Written, is_being_written, remove_files
 
 
 @dataclass(frozen=True)

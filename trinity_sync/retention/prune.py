@@ -54,10 +54,10 @@ from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifes
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
 from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder
 from trinity_sync.storage.runs import find_newest_run, is_superseded
-from trinity_sync.storage.save import is_being_written
 from trinity_sync.storage.save_functions import read_statuses
 from trinity_sync.storage.save_timing import append_removal
 from trinity_sync.storage.steps_in_use import acquire_removal_lock
+from trinity_sync.storage.uncommitted import is_being_written
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from trinity_sync.errors import ManifestError, TrinitySyncError, warn_once
+from trinity_sync.errors import LockTimeoutError, ManifestError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
 from trinity_sync.saves.journal import Entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.identity import explain_away
-from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.identity import SaveId, explain_away
+from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest, latest_pointer_covers
@@ -27,7 +27,6 @@ from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded
-from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.save_functions import read_statuses, remove_request
 
 SaveStatus = Literal[
@@ -277,3 +276,19 @@ def end_images(
         compare_late_images(spool, request)
     else:
         mark_failed(spool, request.save, reason, limit_s=limit_s)
+
+
+def mark_failed(spool: JobSpool, save: SaveId, reason: str, *, limit_s: float = math.inf) -> None:
+    """Mark the images of a save as failed, so that they are evicted first; drop its request.
+
+    With a ``limit_s``, images that are marked, or held for so long by what persists them, stay.
+    """
+    images = spool.read_step(save.run, save.step)[0]  # first: it may be of another release
+    remove_request(spool, save.run, save.step, save.kind)
+    for sealed in images:
+        if save.owns(sealed.ticket) and (limit_s == math.inf or not sealed.failed):
+            try:
+                mark_image_failed(sealed, reason, limit_s=limit_s)
+            except LockTimeoutError:
+                if limit_s == math.inf:
+                    raise

@@ -24,6 +24,7 @@ refused as a whole.
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import shutil
 import stat
@@ -34,7 +35,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
-from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError, warn_once
+from trinity_sync.errors import (
+    FormatError,
+    SpoolError,
+    SpoolFullError,
+    TicketError,
+    warn_once,
+)
 from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, replace_file
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
 from trinity_sync.fs.memory import find_room, measure_ray_stores
@@ -43,12 +50,15 @@ from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of, parse_numbe
 from trinity_sync.snapshot.identity import SaveId, explain_away, job_id, read_identity
 from trinity_sync.snapshot.ticket import (
     CLOSED_SUFFIX,
+    FILL_S,
     KEPT_SUFFIX,
     PUBLISHED_SUFFIX,
     TICKET_SUFFIX,
     Ticket,
     VersionTag,
     failure_path,
+    hold_slot,
+    lock_image,
     read_cached_file,
     read_ticket,
     read_version_tag,
@@ -477,3 +487,19 @@ def try_run_lock(spool: Path, run_id: UUID) -> Iterator[bool]:
         # one byte of one file for each run: unlike a file for each, a process that is killed
         # leaves nothing behind
         yield lock.try_acquire_range(fcntl.F_WRLCK, run_id.int % 2**62, 1)
+
+
+def mark_image_failed(sealed: SealedImage, reason: str, *, limit_s: float = math.inf) -> None:
+    """Record why an image is not saved, unless its slot holds another image by now.
+
+    Raises:
+        LockTimeoutError: the trainer that fills the slot hangs, or what persists it does.
+    """
+    held = lock_image(sealed.slot, limit_s=limit_s)
+    with suppress(FileNotFoundError), held, hold_slot(sealed.slot, limit_s=min(limit_s, FILL_S)):
+        now = read_ticket(sealed.slot)
+        if now and now.image == sealed.ticket.image:
+            try:
+                replace_file(failure_path(sealed.slot), reason, sync=False, own_name=False)
+            except OSError:  # shared memory is full: an empty file takes none
+                failure_path(sealed.slot).touch()

@@ -6,6 +6,11 @@ be repeated after a crash, and the commit lock of the root keeps commits apart.
 
 It also frees the slots of committed saves, and resolves images that were submitted after the
 commit.
+
+A loop that saves the first step's state for ever, and an optimizer that does not step, commit files
+that never change. So the weights and optimizer of each save are compared with those of the newest
+commits before it, by the digests in the manifests. An optimizer's file also has plain values, such
+as a scheduled learning rate; its tensors count as unchanged if number, norm and largest are equal.
 """
 
 import logging
@@ -34,24 +39,27 @@ from trinity_sync.layout import (
     step_folder,
 )
 from trinity_sync.snapshot.identity import SaveId, explain_away
-from trinity_sync.snapshot.spool import JobSpool, SealedImage
+from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
-from trinity_sync.storage.alarms import compare_with_last_commit, log_alarms
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.dcp_folder import link_step
 from trinity_sync.storage.discovery import (
     advance_latest_pointer,
+    list_commits_before,
     list_files_of_run,
     remove_mark,
     repair_latest_pointer,
 )
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import (
+    COMPARED,
     CallableRecord,
     FileRecord,
     Manifest,
     finish_manifest,
     read_manifest,
     read_run_manifest,
+    sum_up_health,
     write_manifest,
     write_manifest_into,
 )
@@ -69,9 +77,9 @@ from trinity_sync.storage.replace import (
     sync_folders,
 )
 from trinity_sync.storage.runs import refuse_other_job, refuse_superseded
-from trinity_sync.storage.save import Written, mark_image_failed, measure_save, remove_files
 from trinity_sync.storage.save_functions import CallableStatus, list_callable_files, remove_statuses
-from trinity_sync.storage.save_timing import append_save
+from trinity_sync.storage.save_timing import SaveTiming, Stall, append_save
+from trinity_sync.storage.uncommitted import Written, remove_files
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +130,7 @@ def commit(
 
         def add_timing() -> Manifest:  # right before the write
             now = clock()
-            timing = measure_save(save, written, started_at, persisted_at, now, by_saver=by_saver)
+            timing = _measure_save(save, written, started_at, persisted_at, now, by_saver=by_saver)
             return replace(manifest, committed_at=now, timings=(timing,))
 
         lock.require_held()
@@ -152,7 +160,7 @@ def commit(
             for kind in replaced.list_lost(manifest.kinds):  # a sync in a checkpoint's place
                 repair_latest_pointer(save.root, kind)
         _remove_other_attempts(save, written)
-    log_alarms(save, [record for record in manifest.files if record.path not in committed])
+    _log_alarms(save, [record for record in manifest.files if record.path not in committed])
     return manifest
 
 
@@ -165,7 +173,7 @@ def _make_manifest(
     """Return the manifest of a save alone; the time of its commit is added right before it."""
     named = {file.record.path for file in written}
     own = list_callable_files(save, statuses, named, committed)
-    files = (*compare_with_last_commit(save, [file.record for file in written]), *own)
+    files = (*_compare_with_last_commit(save, [file.record for file in written]), *own)
     # a checkpoint with weights is also a sync, and what functions of the user write is unknown
     has_weights = statuses or any(record.is_weights for record in files)
     return Manifest(
@@ -464,3 +472,75 @@ def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:
     )
     mark_image_failed(sealed, reason)
     logger.error("%s", reason)
+
+
+def _compare_with_last_commit(save: SaveId, files: Sequence[FileRecord]) -> list[FileRecord]:
+    """Return the records with the step since which each is unchanged, as of the last commit.
+
+    Each is compared with the newest commit that has its file, of the two that the latest pointers
+    name. Call it under the commit lock, before they are updated.
+    """
+    frozen = {*read_job_settings(save.root).frozen.split(",")}
+    left = {
+        file.path: file
+        for file in files
+        if file.component in COMPARED
+        and not {file.role, f"{file.role}/{file.component}"} & frozen
+        and not (file.component == "optim" and file.health and not file.health.tensors)  # as SGD's
+    }
+    since: dict[str, int | None] = {}
+    for before in list_commits_before(save) if left else ():
+        for known in before.files:
+            if (now := left.pop(known.path, None)) and _is_unchanged(known, now):
+                is_first = known.unchanged_since is None
+                since[known.path] = before.step if is_first else known.unchanged_since
+    return [replace(each, unchanged_since=since.get(each.path)) for each in files]
+
+
+def _is_unchanged(before: FileRecord, now: FileRecord) -> bool:
+    if before.digest == now.digest:
+        return True
+    values = now.health
+    return now.component == "optim" and bool(values and values.norm) and before.health == values
+
+
+def _log_alarms(save: SaveId, files: Sequence[FileRecord]) -> None:
+    """Log what is wrong with the values of files that a save has just committed."""
+    for each in sum_up_health(files):
+        for problem in each.problems:
+            logger.warning("%s is committed, but %s", save, problem)
+
+
+def _measure_save(
+    save: SaveId,
+    written: Sequence[Written],
+    started_at: float,
+    persisted_at: float,
+    committed_at: float,
+    *,
+    by_saver: bool,
+) -> SaveTiming:
+    """Return how long a save took. All times are seconds since the epoch.
+
+    ``started_at`` is when its flow run started, ``persisted_at`` when all files were durable; 0 if
+    that is unknown. ``committed_at`` is when the manifest is written.
+    """
+    own = [file for file in written if file.submitted_at]  # others are of another save of the step
+    submitted_at = max((file.submitted_at for file in own), default=0.0)
+    slowest = {file.record.role: file for file in sorted(own, key=lambda file: file.stall_s)}
+    return SaveTiming(
+        kind=save.kind,
+        roles=save.roles,
+        stalls=tuple(
+            Stall(role, file.record.rank, file.stall_s) for role, file in sorted(slowest.items())
+        ),
+        submitted_at=submitted_at or started_at or committed_at,
+        # the clocks of two nodes may disagree
+        queue_s=max(started_at - submitted_at, 0.0) if started_at and submitted_at else 0.0,
+        write_s=max(persisted_at - started_at, 0.0),
+        commit_s=max(committed_at - persisted_at, 0.0) if persisted_at else 0.0,
+        nbytes=sum(file.record.nbytes for file in written if file.temporary),
+        ranks=len({(file.record.role, file.record.rank) for file in own}),
+        nodes=len({file.node for file in own}),
+        by_saver=by_saver,
+    )

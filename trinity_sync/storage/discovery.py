@@ -33,13 +33,14 @@ from trinity_sync.fs.records import Record, Seconds, decode_record, encode_recor
 from trinity_sync.layout import (
     CORRUPTION_MARK,
     ITERATION_FILES,
+    KINDS,
     MANIFEST,
     Kind,
     parse_number,
     step_folder,
     steps_on_disk,
 )
-from trinity_sync.snapshot.identity import OfRun, is_of_other_run, read_identity
+from trinity_sync.snapshot.identity import OfRun, SaveId, is_of_other_run, read_identity
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -540,3 +541,19 @@ def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> 
             root, run, Path(root) / ITERATION_FILES[kind]
         )
     return (read_run_number(root, current), current) >= (run, step)
+
+
+def list_commits_before(save: SaveId, ranks: Collection[int] | None = None) -> list[Manifest]:
+    """Return the commits of earlier steps that the latest pointers name, the newest first.
+
+    ``ranks`` are as in `read_manifest`.
+    """
+    found = {}
+    for kind in KINDS:
+        try:
+            step = read_latest_pointer(save.root, kind)
+            if step is not None and step < save.step and step not in found:
+                found[step] = read_manifest(save.root, step, ranks=ranks)
+        except (TrinitySyncError, OSError) as error:  # of a step that is corrupted, and reported
+            logger.info("%s is not compared with the %s before: %s", save, kind, error)
+    return [manifest for _, manifest in sorted(found.items(), reverse=True) if manifest]

@@ -58,7 +58,7 @@ from trinity_sync.storage.export_requests import (
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.quarantine import clear_replaced_step, fetching_folder, replacing_folder
-from trinity_sync.storage.save import read_change_time
+from trinity_sync.storage.uncommitted import read_change_time
 
 
 @dataclass(frozen=True)

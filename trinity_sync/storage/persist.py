@@ -62,9 +62,8 @@ from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.packed import unpack
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
-from trinity_sync.storage.alarms import list_commits_before
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_spares
-from trinity_sync.storage.gather import gather_images
+from trinity_sync.storage.discovery import list_commits_before
 from trinity_sync.storage.manifest import (
     DISTCP,
     FileHealth,
@@ -74,7 +73,7 @@ from trinity_sync.storage.manifest import (
     sum_up_health,
 )
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.save import Written, remove_files
+from trinity_sync.storage.uncommitted import Written, gather_images, remove_files
 
 if TYPE_CHECKING:
     from trinity_sync.tensors.health import ValueScan

@@ -48,8 +48,8 @@ from trinity_sync.storage.quarantine import (
     replacing_folder,
 )
 from trinity_sync.storage.runs import list_runs, refuse_superseded
-from trinity_sync.storage.save import Written
 from trinity_sync.storage.steps_in_use import acquire_removal_lock, is_pinned, list_leases
+from trinity_sync.storage.uncommitted import Written
 
 logger = logging.getLogger(__name__)
 

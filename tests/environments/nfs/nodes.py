@@ -50,7 +50,6 @@ from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
-from trinity_sync.storage.save import Written
 from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
 from trinity_sync.storage.steps_in_use import (
     acquire_removal_lock,
@@ -60,6 +59,7 @@ from trinity_sync.storage.steps_in_use import (
     resolve_step,
     tag,
 )
+from trinity_sync.storage.uncommitted import Written
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.committed import CommitNotification
 from trinity_sync.weights.versions import Version

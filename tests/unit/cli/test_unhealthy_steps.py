@@ -19,7 +19,7 @@ from trinity_sync.orchestration.metrics import WorkerMetrics
 from trinity_sync.orchestration.on_node import commit_step
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.settings import Settings
-from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.uncommitted import Persisted
 
 BAD = "2 non-finite values in actor/model of rank 0 (layer.bias)"
 SAME = "actor/optim has not changed since step 10"

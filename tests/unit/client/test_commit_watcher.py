@@ -41,17 +41,17 @@ from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import Journal, append
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import PendingSave
+from trinity_sync.saves.save_status import PendingSave, mark_failed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import read_identity
+from trinity_sync.snapshot.spool import mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
-from trinity_sync.storage import save as save_files
+from trinity_sync.storage import uncommitted as save_files
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save import mark_failed, mark_image_failed
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 
 CARE_S = 0.4

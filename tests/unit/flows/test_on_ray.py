@@ -12,7 +12,7 @@ from trinity_sync.pipeline.order import Part, is_io_error
 from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.uncommitted import Persisted
 
 
 def write_on_a_full_disk() -> None:

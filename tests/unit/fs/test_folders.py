@@ -22,7 +22,7 @@ from trinity_sync.storage.gc import (
 )
 from trinity_sync.storage.quarantine import fetching_folder, quarantine_folder, replacing_folder
 from trinity_sync.storage.replace import _list_unfinished
-from trinity_sync.storage.save import is_being_written
+from trinity_sync.storage.uncommitted import is_being_written
 from trinity_sync.weights.committed import _list_weight_files
 
 MAY_GLOB = {

@@ -26,7 +26,7 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.storage.discovery import Corruption, mark_corrupted
-from trinity_sync.storage.save import Persisted
+from trinity_sync.storage.uncommitted import Persisted
 from trinity_sync.weights.state_files import SynchronizerState, write_address, write_state
 from trinity_sync.weights.versions import Version, VersionRegistry
 

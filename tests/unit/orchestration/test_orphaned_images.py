@@ -35,7 +35,7 @@ from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import compare_late_images
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.spool import mark_image_failed, open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack.doctor import _check_tickets
 from trinity_sync.storage.commit import commit, free_committed_slots
@@ -43,7 +43,6 @@ from trinity_sync.storage.discovery import read_latest_pointer, require_committe
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save import mark_image_failed
 from trinity_sync.storage.save_functions import write_request
 
 

@@ -20,6 +20,7 @@ from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.layout import MANIFEST, attaching_folder, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
+from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
@@ -27,7 +28,6 @@ from trinity_sync.snapshot.ticket import seal
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.gc import Finding, remove_attached, remove_temporaries
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save import mark_failed
 
 LATER_S = 7200.0
 

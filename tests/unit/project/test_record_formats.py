@@ -41,6 +41,7 @@ from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import fetch_newest
 from trinity_sync.remote.upload import replicate
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import open_identity, read_identity, register_root
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
@@ -58,7 +59,6 @@ from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.placement import await_node_shards
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import list_runs, open_run
-from trinity_sync.storage.save import mark_failed
 from trinity_sync.storage.steps_in_use import list_pins, pin, tag
 from trinity_sync.storage.verify import check_files, choose_files
 from trinity_sync.weights.committed import CommitNotification

@@ -34,7 +34,7 @@ from trinity_sync.retention.removal import (
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.ticket import ticket_path
-from trinity_sync.storage import save as saves
+from trinity_sync.storage import uncommitted as saves
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_request

@@ -19,6 +19,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, SpoolFullError
 from trinity_sync.fs.memory import find_room
 from trinity_sync.layout import job_id_of
+from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import IDENTITY_FILE, job_id, open_identity, read_identity
 from trinity_sync.snapshot.slot import Slot
@@ -26,7 +27,6 @@ from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.save import mark_failed
 
 KEY = "the same at each start"
 

@@ -26,9 +26,10 @@ from tests.support.meanwhile import when_opened
 from tests.support.waiting import WAIT_S
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
+from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import open_job_spool
+from trinity_sync.snapshot.spool import mark_image_failed, open_job_spool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import (
     failure_path,
@@ -39,7 +40,6 @@ from trinity_sync.snapshot.ticket import (
     seal,
     ticket_path,
 )
-from trinity_sync.storage.save import mark_failed, mark_image_failed
 
 
 def staged_state(job: Job, step: int) -> dict[str, torch.Tensor]:

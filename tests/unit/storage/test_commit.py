@@ -38,6 +38,7 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, list_prunable_quarantine
 from trinity_sync.retention.removal import describe_steps
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.snapshot import packed
 from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.packed import pack
@@ -55,7 +56,6 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superseded
-from trinity_sync.storage.save import discard, mark_failed
 from trinity_sync.storage.save_functions import (
     CallableStatus,
     await_callable_saves,
@@ -63,6 +63,7 @@ from trinity_sync.storage.save_functions import (
     write_status,
 )
 from trinity_sync.storage.steps_in_use import pin, tag
+from trinity_sync.storage.uncommitted import discard
 
 
 def state(value: float, size: int = 5000) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.support.steps import commit_files
 from trinity_sync.errors import MissingShardsError
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, step_folder
-from trinity_sync.storage.gather import gather_images
+from trinity_sync.storage.uncommitted import gather_images
 
 LOOKS = 8
 MODEL = {"model": {"w": torch.zeros(3)}}

@@ -16,7 +16,7 @@ from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.gc import remove_temporaries
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.save import is_being_written
+from trinity_sync.storage.uncommitted import is_being_written
 
 NUMBERS = WORTHWHILE // 2
 REFERENCE = "actor/model_world_size_1_rank_0.pt"

@@ -15,10 +15,10 @@ from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import WriteConcurrency
+from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.persist import acquire_write_permit, write_permit_path
-from trinity_sync.storage.save import mark_failed
 
 SINGLE: tuple[WriteConcurrency, ...] = ("one", "per_node", "per_rank")
 

@@ -1,6 +1,7 @@
-"""Gather the images of a component on a node, and fail early for evicted images.
+"""What a save has before its commit: images that wait, and files under temporary names.
 
-Between two looks, tickets and manifest are read only if the spool's folder or the manifest changed.
+`gather_images` waits for the images of a component on a node, and fails early for evicted ones.
+Between two looks, it reads tickets and manifest only if the spool's folder or the manifest changed.
 """
 
 import math
@@ -12,16 +13,91 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trinity_sync.errors import EvictedError, ManifestError, MissingShardsError
-from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
-from trinity_sync.layout import MANIFEST
-from trinity_sync.snapshot.identity import SaveId
+from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, ReadOnChange, lengthen_pauses, walk_files
+from trinity_sync.fs.mounts import read_file_system_time
+from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.snapshot.identity import Export, SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.runs import RunEnd
-from trinity_sync.storage.save import Written
+from trinity_sync.storage.save_functions import CallableStatus
 from trinity_sync.storage.save_timing import refuse_removed
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is written under a temporary name, for the commit to rename."""
+
+    record: FileRecord
+    temporary: str
+    """Absolute path; empty for a file that an earlier commit of the step contains already."""
+    identity: tuple[int, int]
+    """Inode and mtime in ns: tell the file from another file of the same name."""
+    components: tuple[str, ...]
+    """All components that the rank submits in this save."""
+    seconds: float
+    replicated: tuple[str, ...] = ()
+    """Components of this save that rank 0 alone submits."""
+    attached: str = ""
+    """Path of the file in `attaching_folder` that this file is a link to; empty for others."""
+    export: Export = ""
+    keep: int = 0
+    node: str = ""
+    sealed_s: float = 0.0
+    """Time at which its submission was sealed, in seconds of the node's monotonic clock; 0 for a
+    file of another save of the step."""
+    submitted_at: float = 0.0
+    """The same in seconds since the epoch; 0 likewise."""
+    stall_s: float = 0.0
+    """Seconds for which its submission stalled the rank's training thread."""
+
+
+class Persisted:
+    """Files and statuses that one persist task passes to the commit task.
+
+    Not a dataclass, because Prefect walks through dataclasses value by value in task arguments.
+    """
+
+    def __init__(self, written: Sequence[Written], statuses: Sequence[CallableStatus] = ()) -> None:
+        self.written = tuple(written)
+        self.statuses = tuple(statuses)
+
+
+def discard(written: Iterable[Written]) -> None:
+    """Remove files that were written for a commit that does not happen."""
+    for file in written:
+        if file.temporary:
+            Path(file.temporary).unlink(missing_ok=True)
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove temporary files where possible; ``reconcile`` finds the others."""
+    with suppress(OSError):  # they cannot be listed
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
+
+
+def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
+    """Return whether a save has written temporary files of a step within some seconds.
+
+    Those beside the manifest are of a commit, which has a lock of its own. Raises as `walk_files`.
+    """
+    folder = step_folder(root, step)
+    for path in walk_files(folder, f".*{TEMPORARY_SUFFIX}"):
+        with suppress(FileNotFoundError):  # renamed or removed meanwhile
+            changed_at = read_change_time(path) if path.parent != folder else -math.inf
+            if changed_at > read_file_system_time(root) - within_s:
+                return True
+    return False
+
+
+def read_change_time(path: Path) -> float:
+    """Return when a file was written, or got its name as another one of an older file."""
+    return path.lstat().st_ctime
+
 
 _RoleRank = tuple[str, int]
 
