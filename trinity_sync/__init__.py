@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trinity_sync.client.participant import Participant
     from trinity_sync.client.preemption import EmergencySave
     from trinity_sync.client.rollout_ledger import RolloutLedger
-    from trinity_sync.client.save_handle import SaveHandle
+    from trinity_sync.client.save_submitter import SaveHandle
     from trinity_sync.client.save_trigger import SaveTrigger
     from trinity_sync.layout import Kind
     from trinity_sync.settings import Settings
@@ -112,7 +112,7 @@ _MODULES = {
     "RolloutLedger": "trinity_sync.client.rollout_ledger",
     "SaveTrigger": "trinity_sync.client.save_trigger",
     "Settings": "trinity_sync.settings",
-    "SaveHandle": "trinity_sync.client.save_handle",
+    "SaveHandle": "trinity_sync.client.save_submitter",
     "Staged": "trinity_sync.snapshot.stager",
     "SyncSettings": "trinity_sync.weights.sync_barrier",
     "Synchronizer": "trinity_sync.weights.synchronizer",

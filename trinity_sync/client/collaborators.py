@@ -11,7 +11,7 @@ from trinity_sync.client.preemption import Preemption
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.savers import CallableSaver, StateSaver
+from trinity_sync.client.savers import CallableSaver, StateSaver, UploadCheck
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.layout import WriteConcurrency
 from trinity_sync.settings import Settings
@@ -19,7 +19,6 @@ from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks
-from trinity_sync.weights.upload_check import UploadCheck
 
 
 class Collaborators:

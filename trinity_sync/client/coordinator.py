@@ -20,9 +20,9 @@ from trinity_sync.client.cut import ask_roles
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import EmergencySave, noticed_by_any, run_emergency_save
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
-from trinity_sync.client.save_handle import SaveHandle
 from trinity_sync.client.save_submitter import (
     OBJECTS,
+    SaveHandle,
     check_components,
     read_states,
     select_own,

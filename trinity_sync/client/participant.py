@@ -8,7 +8,7 @@ from trinity_sync.client.attachments import list_folder
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.cut import CutMember
 from trinity_sync.client.run_context import find_run_key
-from trinity_sync.client.save_handle import SaveHandle
+from trinity_sync.client.save_submitter import SaveHandle
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import Kind
 from trinity_sync.settings import Settings

@@ -1,7 +1,8 @@
-"""Name the saves of a rank, and submit them to the commit watcher."""
+"""Name the saves of a rank, and submit them to the commit watcher: what `SaveHandle` waits for."""
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from torch import nn, optim
 
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.layout import (
     COMPONENTS,
     FOLDERS,
@@ -23,6 +24,7 @@ from trinity_sync.layout import (
     check_choice,
     check_name,
     check_number,
+    check_seconds,
     check_type,
 )
 from trinity_sync.saves.save_request import SaveRequest
@@ -34,6 +36,53 @@ from trinity_sync.snapshot.ticket import list_components
 from trinity_sync.storage.placement import NodeRanks, read_placement, write_placement
 from trinity_sync.storage.save_functions import write_request
 from trinity_sync.tensors.dtensors import find_replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveHandle(Staged):
+    """A save: what it has put into the spool, what it cost the caller, and whether it is committed.
+
+    The save needs no handle: it commits without one, and `CheckpointCoordinator.wait_all` raises
+    its failure as well.
+    """
+
+    wait_staged: Callable[[], object] = field(repr=False)
+    """Waits until an overlapped save is submitted."""
+    wait_committed: Callable[[float | None], str] = field(repr=False)
+    """Waits until a deadline (monotonic), and returns why the save failed."""
+    has_committed: Callable[[], bool] = field(repr=False)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the save is committed, which one small file of the root tells."""
+        if self.submitted is not None and not self.submitted.done():
+            return False
+        return not self._find_failure() and self.has_committed()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the save is committed; any thread may call it.
+
+        Args:
+            timeout: seconds from when the save is staged; None for no limit.
+
+        Raises:
+            SaveFailedError: the save was not committed; the message says why.
+            SaveTimeoutError: the time is over, or the coordinator was closed; the save may still
+                commit.
+            ConfigError: this process is a forked child.
+        """
+        self.wait_staged()
+        if self.committed:
+            return
+        deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
+        failure = self._find_failure() or self.wait_committed(deadline)
+        if failure:
+            raise SaveFailedError(failure)
+
+    def _find_failure(self) -> str:
+        """Return why nothing was staged; empty if it was."""
+        return self.submitted.result().failure if self.submitted else self.failure
+
 
 STATES = tuple(name for name in COMPONENTS if name not in {*FOLDERS, "dcp"})
 """Components that are a user's states."""

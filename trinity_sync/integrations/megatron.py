@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from trinity_sync.client.collective import lease_on_rank_0, open_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.save_handle import SaveHandle
+from trinity_sync.client.save_submitter import SaveHandle
 from trinity_sync.client.savers import DcpFolders
 from trinity_sync.errors import ConfigError, ImageError, from_extra
 from trinity_sync.integrations.dcp.planned_file import (
