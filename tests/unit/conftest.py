@@ -11,7 +11,7 @@ import pytest
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.fs import memory
+from trinity_sync.fs import file_system as memory
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool

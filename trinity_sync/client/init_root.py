@@ -22,8 +22,8 @@ from trinity_sync.client.run_context import find_start_key
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError, describe_error
 from trinity_sync.fs.atomic import UNWRITABLE, make_temporary_path, revalidate_folder
 from trinity_sync.fs.capabilities import require_capabilities
+from trinity_sync.fs.file_system import find_mount
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
-from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import check_root, check_type, refuse_url, steps_on_disk
 from trinity_sync.retention.policies import WITHOUT_METRICS, parse_policy, refuse_metrics
 from trinity_sync.settings import Settings

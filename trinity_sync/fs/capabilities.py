@@ -21,8 +21,8 @@ from pathlib import Path
 
 from trinity_sync.errors import RootError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, open_fd, sync_folder
+from trinity_sync.fs.file_system import Mount, find_mount
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
-from trinity_sync.fs.mounts import Mount, find_mount
 
 PROBES = ("probe", "meeting", "doctor")
 """Prefixes of the temporary folders and files of probes in a root: ``.probe.*.tmp``."""

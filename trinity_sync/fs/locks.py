@@ -43,7 +43,7 @@ from trinity_sync.fs.atomic import (
     sync_folder,
     write_in_place,
 )
-from trinity_sync.fs.mounts import find_mount
+from trinity_sync.fs.file_system import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.layout import PRIVATE_FOLDER
 

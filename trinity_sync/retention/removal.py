@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError, ManifestError, warn_once
-from trinity_sync.fs.mounts import read_file_system_time
+from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy, refuse_metrics
 from trinity_sync.snapshot.identity import read_identity

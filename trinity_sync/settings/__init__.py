@@ -32,7 +32,7 @@ from pydantic_settings import (
 )
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.fs.mounts import find_mount
+from trinity_sync.fs.file_system import find_mount
 from trinity_sync.settings.values import (
     Duration,
     FullPath,

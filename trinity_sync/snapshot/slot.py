@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from trinity_sync.errors import SpoolFullError
+from trinity_sync.fs.file_system import find_room
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.fs.memory import find_room
 from trinity_sync.snapshot.image import Layout
 from trinity_sync.snapshot.spool import JobSpool, remove_replaced_spools
 from trinity_sync.snapshot.ticket import (

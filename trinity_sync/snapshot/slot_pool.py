@@ -29,7 +29,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from trinity_sync.errors import SpoolError, SpoolFullError, TicketError, TrinitySyncError
-from trinity_sync.fs.memory import STALL, find_room, find_shortage, measure_ray_stores
+from trinity_sync.fs.file_system import STALL, find_room, find_shortage, measure_ray_stores
 from trinity_sync.fs.process import call_held_handlers
 from trinity_sync.snapshot.identity import Origin
 from trinity_sync.snapshot.slot import Slot

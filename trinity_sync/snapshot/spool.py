@@ -43,8 +43,8 @@ from trinity_sync.errors import (
     warn_once,
 )
 from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, replace_file
+from trinity_sync.fs.file_system import find_room, measure_ray_stores
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file
-from trinity_sync.fs.memory import find_room, measure_ray_stores
 from trinity_sync.fs.records import Record, encode_record, read_record
 from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of, parse_number
 from trinity_sync.snapshot.identity import SaveId, explain_away, job_id, read_identity

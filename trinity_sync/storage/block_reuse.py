@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.fs.atomic import make_folder, move, pin_folder, remove_tree, sync_folder
+from trinity_sync.fs.file_system import find_mount
 from trinity_sync.fs.locks import has_no_other_users
-from trinity_sync.fs.mounts import find_mount
 from trinity_sync.layout import PRIVATE_FOLDER
 
 WORTHWHILE = 1 << 20

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.fs.atomic import is_own, list_uncached, open_no_follow, remove_tree
+from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, step_of_folder
 from trinity_sync.storage.manifest import Manifest, parse_manifest, read_manifest, write_manifest
 

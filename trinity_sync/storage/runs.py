@@ -33,13 +33,13 @@ from trinity_sync.fs.atomic import (
     read_file,
     replace_file,
 )
+from trinity_sync.fs.file_system import find_mount
 from trinity_sync.fs.locks import (
     acquire_file_lock,
     create_file,
     open_lock_file,
     try_acquire_file_lock,
 )
-from trinity_sync.fs.mounts import find_mount
 from trinity_sync.fs.process import describe_holder, describe_this_process
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, RUN_FORMAT, Kind, parse_number

@@ -42,8 +42,8 @@ from trinity_sync.fs.atomic import (
     replace_file,
     sync_folder,
 )
+from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.fs.locks import LockFile, acquire_file_lock
-from trinity_sync.fs.mounts import read_file_system_time
 from trinity_sync.fs.process import is_process_alive, read_process_identity, read_process_namespace
 from trinity_sync.fs.records import (
     Count,

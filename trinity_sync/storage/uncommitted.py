@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trinity_sync.errors import EvictedError, ManifestError, MissingShardsError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, ReadOnChange, lengthen_pauses, walk_files
-from trinity_sync.fs.mounts import read_file_system_time
+from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.snapshot.identity import Export, SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage

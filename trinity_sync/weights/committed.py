@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, revalidate_folder
-from trinity_sync.fs.mounts import find_mount
+from trinity_sync.fs.file_system import find_mount
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, step_folder
 from trinity_sync.snapshot.identity import IDENTITY_FILE, read_identity
 from trinity_sync.storage.discovery import (

@@ -13,7 +13,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs import capabilities
 from trinity_sync.fs.capabilities import probe_capabilities, require_capabilities
-from trinity_sync.fs.mounts import find_mount
+from trinity_sync.fs.file_system import find_mount
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import open_job_spool

@@ -27,7 +27,7 @@ from trinity_sync.weights.committed import _list_weight_files
 
 MAY_GLOB = {
     "fs/capabilities.py": "what killed probes have left, which the next start removes",
-    "fs/memory.py": "/proc",
+    "fs/file_system.py": "/proc",
     "fs/process.py": "/proc",
     "integrations/huggingface.py": "whether there is a step, for a warning",
     "integrations/huggingface_state.py": "a folder of its own in memory",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.conftest import set_limit
-from trinity_sync.fs import memory
-from trinity_sync.fs.memory import find_room, find_shortage, measure_ray_stores
+from trinity_sync.fs import file_system as memory
+from trinity_sync.fs.file_system import find_room, find_shortage, measure_ray_stores
 from trinity_sync.snapshot.spool import JobSpool
 
 LIMIT = 1 << 30

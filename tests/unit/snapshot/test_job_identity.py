@@ -17,7 +17,7 @@ from tests.support.steps import commit_files
 from trinity_sync.catalog import list_jobs, open_catalog, rebuild, remove_job
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, SpoolFullError
-from trinity_sync.fs.memory import find_room
+from trinity_sync.fs.file_system import find_room
 from trinity_sync.layout import job_id_of
 from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.settings import Settings

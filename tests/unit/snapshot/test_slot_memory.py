@@ -17,7 +17,7 @@ from tests.support.job import Job, mapped_nbytes
 from tests.support.waiting import WAIT_S, until
 from tests.unit.conftest import set_limit
 from trinity_sync.errors import SpoolError, SpoolFullError
-from trinity_sync.fs import memory
+from trinity_sync.fs import file_system as memory
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.snapshot import slot
 from trinity_sync.snapshot.slot_pool import BESIDE
@@ -281,7 +281,7 @@ import logging, os, sys
 from pathlib import Path
 import torch
 from tests.support.job import Job
-from trinity_sync.fs.memory import find_shortage
+from trinity_sync.fs.file_system import find_shortage
 from trinity_sync.snapshot.spool import open_job_spool
 
 group, root, spool = map(Path, sys.argv[1:])

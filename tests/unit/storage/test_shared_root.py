@@ -33,7 +33,7 @@ from trinity_sync.errors import ConfigError, MissingShardsError, SaveError, Trin
 from trinity_sync.formats import hf_export
 from trinity_sync.formats.safetensors import PROGRESS, ExportProgress, open_progress, read_progress
 from trinity_sync.fs.atomic import make_folder, move, pin_folder, remove_tree
-from trinity_sync.fs.mounts import read_file_system_time
+from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.layout import (
     CORRUPTION_MARK,
     FULL_CHECKPOINT_MARK,

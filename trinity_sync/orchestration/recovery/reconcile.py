@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.fs.mounts import read_file_system_time
+from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.orchestration.recovery.flow_runs import look_at_jobs
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.pipeline.pending import find_pending_saves
