@@ -1,6 +1,5 @@
 """The commands that ask a Prefect server: of saves in flight and failed, and of the stack."""
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -99,8 +98,6 @@ def test_the_commands_of_the_stack_print_their_documents(stack: StackState) -> N
     assert shown["password"] == stack.api_auth
     assert run("ui").stdout == f"{shown['url']}\npassword: {stack.api_auth}\n"
     assert check_document("deploy", run("deploy", "-o", "json").stdout)
-    assert json.loads(run("env", "--shell", "json").stdout) == stack.environment
-    assert f"set -gx PREFECT_API_URL {stack.api_url}" in run("env", "--shell", "fish").stdout
     assert run("logs", "worker", "-n", 1).stdout.count("\n") <= 1
     assert "worker.log" in run("logs").stdout
     first = run("up").stdout.splitlines()[0]

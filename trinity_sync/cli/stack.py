@@ -1,6 +1,5 @@
 """Commands for the stack: up, down, restart, status, logs, ui, env, run, join, deploy, worker."""
 
-import json
 import logging
 import os
 import shlex
@@ -295,33 +294,17 @@ def ui(
         webbrowser.open(report.url)
 
 
-@app.command(
-    'eval "$(trinity-sync env)"', "trinity-sync env --shell fish | source",
-    "trinity-sync env --shell json", panel="Run the stack",
-)  # fmt: skip
-def env(
-    shell: Annotated[
-        Literal["sh", "fish", "json"],
-        typer.Option(
-            help="Format of the variables; json is one object of names and values, without a "
-            "schema, for programs that set variables."
-        ),
-    ] = "sh",
-) -> None:
+@app.command('eval "$(trinity-sync env)"', panel="Run the stack")
+def env() -> None:
     """Print the environment variables with which a training uses the running stack."""
     from trinity_sync.stack import embedded
 
     state = embedded.find(read_settings())
     if state is None or not state.environment:
-        if shell == "sh":
-            typer.echo("false")  # the exit code of eval "$(...)"
+        typer.echo("false")  # the exit code of eval "$(...)"
         raise with_hint(PrefectApiError("no stack runs"), "trinity-sync up")
-    if shell == "json":
-        typer.echo(json.dumps(state.environment, indent=2))
-        return
-    start, between = ("export ", "=") if shell == "sh" else ("set -gx ", " ")
     for name, value in state.environment.items():
-        typer.echo(f"{start}{name}{between}{shlex.quote(value)}")
+        typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 @app.command(

@@ -13,7 +13,6 @@ from trinity_sync.cli.app import (
     app,
     require_existing,
     resolve_step_argument,
-    with_hint,
 )
 from trinity_sync.cli.output import (
     Output,
@@ -25,7 +24,6 @@ from trinity_sync.cli.output import (
     print_table,
 )
 from trinity_sync.cli.rows import FileRow, StepDetails
-from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.orchestration.report.facts import SaveRow, StepRow
 
@@ -48,15 +46,12 @@ def list_steps(
             min=1, help=f"Show at most N steps; {MAX_ROWS} in a table, otherwise all.", metavar="N"
         ),
     ] = None,
-    show_all: Annotated[bool, typer.Option("--all", "-a", help="Show all steps.")] = False,
     output: Output = "table",
 ) -> None:
     """List the steps of a job with their status, and the saves in flight."""
     from trinity_sync.layout import steps_on_disk
 
-    if limit and show_all:
-        raise with_hint(ConfigError("--limit and --all exclude each other"), "pass one of them")
-    most = limit or (None if show_all or not is_text(output) else MAX_ROWS)
+    most = limit or (MAX_ROWS if is_text(output) else None)
     saves: dict[int, SaveRow] = {}
     if "://" in root:
         left_out, rows = _take_last(_list_remote(root), most)
@@ -69,7 +64,7 @@ def list_steps(
     columns = "step run kind bytes committed_at status notes"
     print_rows("steps", rows[::-1], output, columns, empty=f"no steps in {root}")
     if left_out and is_text(output):
-        typer.echo(f"{left_out:,} older steps not shown; use --all", err=True)
+        typer.echo(f"{left_out:,} older steps not shown; use --limit", err=True)
     if retries := [saves[step].retry for step in sorted(saves) if saves[step].retry]:
         typer.echo(f"hint: to run a failed save again: {retries[-1]}", err=True)
 

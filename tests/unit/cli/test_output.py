@@ -196,9 +196,9 @@ def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
         ("20", "checkpoint", "valid", "tagged best: reward 0.9"),
     ]
     assert rows[1][3:5] == ["1002", "2023-11-14T22:13:45Z"]
-    assert done.stderr == "2 older steps not shown; use --all\n"
+    assert done.stderr == "2 older steps not shown; use --limit\n"
     assert "\x1b" not in done.stdout
-    colored = run(home, "--color", "always", "ls", root, "--all").stdout
+    colored = run(home, "--color", "always", "ls", root, "--limit", 9).stdout
     assert "\t\x1b[31mcorrupted\x1b[0m\t" in colored
 
 
