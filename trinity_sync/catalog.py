@@ -37,7 +37,7 @@ from trinity_sync.layout import steps_on_disk
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import job_id
 from trinity_sync.storage.discovery import read_manifest_state
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
@@ -320,6 +320,7 @@ def _make_step_rows(job: str, root: str | Path, steps: Iterable[int]) -> list[di
             continue
         if manifest is None:
             continue
+        metrics = read_metrics(root, manifest.run, step)
         rows.append(
             {
                 "job": job,
@@ -329,12 +330,8 @@ def _make_step_rows(job: str, root: str | Path, steps: Iterable[int]) -> list[di
                 "nbytes": manifest.nbytes,
                 "committed_at": manifest.committed_at,
                 "corruption": read_manifest_state(root, manifest, runs=()).reason,
-                "metrics": _read_finite_metrics(root, manifest),
+                # JSON has no NaN
+                "metrics": {name: value for name, value in metrics.items() if isfinite(value)},
             }
         )
     return rows
-
-
-def _read_finite_metrics(root: str | Path, manifest: Manifest) -> dict[str, float]:
-    metrics = read_metrics(root, manifest.run, manifest.step)
-    return {name: value for name, value in metrics.items() if isfinite(value)}  # JSON has no NaN

@@ -40,7 +40,7 @@ from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save_functions import await_callable_saves
 from trinity_sync.storage.save_timing import refuse_removed
-from trinity_sync.storage.uncommitted import Persisted, discard
+from trinity_sync.storage.uncommitted import Persisted, remove_files
 
 if TYPE_CHECKING:
     from trinity_sync.remote.upload import Replicated
@@ -199,8 +199,8 @@ def mark_images_failed(
     is as in `free_slots`. Return how many images of the save are still in memory.
     """
     save = request.save
-    for result in persisted:
-        discard(result.written)
+    temporary = (file.temporary for result in persisted for file in result.written)
+    remove_files(map(Path, filter(None, temporary)))
     spool = get_job_spool(folder, save)
     end_images(spool, request, reason)
     return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])

@@ -114,8 +114,10 @@ class Slot:
                 if is_named(self.file, self.path):
                     self._recall()
                     locked = True
-                else:
-                    self._lose_file()
+                else:  # the next pass opens the file with the slot's name
+                    self._unmap()
+                    self.file.close()
+                    self.holds = None
         finally:
             if not locked:
                 self._ours.release()
@@ -129,12 +131,6 @@ class Slot:
             self._unmap()
         if not count or os.pread(fd, count, max(0, size - count)) != self._filled:
             self.laid_out = self.holds = None
-
-    def _lose_file(self) -> None:
-        """Close and unmap the file; the next `try_lock` opens the one with the slot's name."""
-        self._unmap()
-        self.file.close()
-        self.holds = None
 
     def unlock(self) -> None:
         """Release the lock."""
@@ -210,7 +206,9 @@ class Slot:
         self.holds = None
 
     def _unmap(self) -> None:
-        self._unpin()
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._image.data_ptr())
+            self._pinned = False
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.is_mapped = False
         self.laid_out = None
@@ -232,11 +230,6 @@ class Slot:
             with suppress(RuntimeError):  # CUDA reports the error again at the next kernel: here
                 torch.ones(1, device="cuda")
         self._pinned = not failed
-
-    def _unpin(self) -> None:
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._image.data_ptr())
-            self._pinned = False
 
     def close(self, *, remove: bool) -> None:
         """Unmap the slot; with ``remove``, as `try_remove_slot`.

@@ -58,7 +58,6 @@ from trinity_sync.storage.export_requests import (
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.quarantine import clear_replaced_step, fetching_folder, replacing_folder
-from trinity_sync.storage.uncommitted import read_change_time
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def remove_temporaries(
     for step, path in [(step, path) for step, path in found if _is_temporary(path)]:
         image = parse_image_name(path.name)
         with suppress(FileNotFoundError):
-            if read_change_time(path) >= before or image in images:
+            if path.lstat().st_ctime >= before or image in images:  # also what got a name since
                 continue
             name = path.relative_to(root).as_posix()
             if busy is None:

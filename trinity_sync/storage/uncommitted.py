@@ -65,13 +65,6 @@ class Persisted:
         self.statuses = tuple(statuses)
 
 
-def discard(written: Iterable[Written]) -> None:
-    """Remove files that were written for a commit that does not happen."""
-    for file in written:
-        if file.temporary:
-            Path(file.temporary).unlink(missing_ok=True)
-
-
 def remove_files(paths: Iterable[Path]) -> None:
     """Remove temporary files where possible; ``reconcile`` finds the others."""
     with suppress(OSError):  # they cannot be listed
@@ -88,15 +81,11 @@ def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
     folder = step_folder(root, step)
     for path in walk_files(folder, f".*{TEMPORARY_SUFFIX}"):
         with suppress(FileNotFoundError):  # renamed or removed meanwhile
-            changed_at = read_change_time(path) if path.parent != folder else -math.inf
+            # when it was written, or got its name as another one of an older file
+            changed_at = path.lstat().st_ctime if path.parent != folder else -math.inf
             if changed_at > read_file_system_time(root) - within_s:
                 return True
     return False
-
-
-def read_change_time(path: Path) -> float:
-    """Return when a file was written, or got its name as another one of an older file."""
-    return path.lstat().st_ctime
 
 
 _RoleRank = tuple[str, int]

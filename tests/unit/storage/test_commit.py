@@ -63,7 +63,7 @@ from trinity_sync.storage.save_functions import (
     write_status,
 )
 from trinity_sync.storage.steps_in_use import pin, tag
-from trinity_sync.storage.uncommitted import discard
+from trinity_sync.storage.uncommitted import remove_files
 
 
 def state(value: float, size: int = 5000) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) 
 def test_a_failed_attempt_leaves_the_files_of_the_other(job: Job) -> None:
     job.stage(3, {"model": state(3)})
     first, second = job.persist(3), job.persist(3)
-    discard(second)
+    remove_files(Path(each.temporary) for each in second)
     commit(job.save(3), first)
     require_committed(job.root, 3)
 
