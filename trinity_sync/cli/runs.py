@@ -41,8 +41,8 @@ ASK_S = 2.0
 """Seconds between two questions to the server while waiting."""
 QUICK_S = 2.0
 """Seconds that a command waits for a server that it could do without."""
-CRASH_GRACE_S = 30.0
-"""Seconds for which a worker may still retry a crashed flow run."""
+CRASH_GRACE_S = 75.0
+"""Seconds for which a worker may still retry a crashed flow run, as in `recovery.node`."""
 
 
 @app.command(

@@ -3,10 +3,12 @@
 import ast
 import importlib
 import importlib.util
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,28 @@ def test_the_packages_of_the_table_are_there() -> None:
     assert len(named) > 20
     for name in named:
         assert path_of(name if name.endswith("/") else f"{name}.py").is_dir() == name.endswith("/")
+
+
+def test_the_times_of_the_design_notes_are_those_of_the_code_in_their_order() -> None:
+    text = (DOCS / "contributing/design.md").read_text()
+    tables = text[text.index("## Times") : text.index("## Prefect")].split("\n\n")
+    times = [re.findall(r"^\| ([\d.]+) \|.*\| (.+) \|$", each, re.MULTILINE) for each in tables]
+    assert sum(map(len, times)) > 20
+    for rows in times:
+        assert [float(seconds) for seconds, _ in rows] == sorted(float(row[0]) for row in rows)
+        for seconds, names in rows:
+            assert {read_constant(each) for each in re.findall(r"`([\w.]+)`", names)} == {
+                float(seconds)
+            }
+
+
+def read_constant(name: str) -> float:
+    """The seconds of a constant below trinity_sync, or of the default of a class's field."""
+    owner, _, attribute = name.rpartition(".")
+    there = pkgutil.resolve_name(f"trinity_sync.{owner}")
+    found = getattr(there() if isinstance(there, type) else there, attribute)
+    found = found[0] if isinstance(found, tuple) else found
+    return float(found.total_seconds() if isinstance(found, timedelta) else found)
 
 
 def test_functions_fit_a_screen_and_classes_a_head() -> None:
