@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -26,12 +27,19 @@ from tests.support.terminal import run_at_terminal
 from tests.support.waiting import until
 from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import KEYS, is_time, write_cell
+from trinity_sync.client import prefect_connection
 from trinity_sync.snapshot.identity import register_root
-from trinity_sync.storage.job_settings import JobSettings, read_job_settings
+from trinity_sync.storage.job_settings import NAMES, JobSettings, read_job_settings
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps_in_use import pin, tag, unpin
 
 REPOSITORY = Path(__file__).parents[3]
+GROUP = typer.main.get_group(app)
+COMMANDS = [
+    f"{name} {inner}".strip()
+    for name, command in GROUP.commands.items()
+    for inner in getattr(command, "commands", [""])
+]
 DOCUMENTS = run_path(str(REPOSITORY / "docs/_hooks/json_documents.py"))["DOCUMENTS"]
 """Noun and content of the JSON document of each command."""
 NEED_A_SERVER = {"retry", "up", "restart", "join", "deploy", "ui"}
@@ -174,15 +182,18 @@ def test_each_command_prints_the_document_that_is_declared(
     assert {*commands} | NEED_A_SERVER | model == {*DOCUMENTS}
 
 
-def test_every_command_with_formats_has_a_document() -> None:
-    def find(command: Any, words: tuple[str, ...] = ()) -> Iterator[str]:
-        for name, inner in getattr(command, "commands", {}).items():
-            yield from find(inner, (*words, name))
-        if any("--output" in each.opts for each in command.params):
-            yield " ".join(words)
-
-    declared = {name.partition(" --")[0] for name in DOCUMENTS}
-    assert {*find(typer.main.get_command(app))} == declared
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_an_example_and_its_formats_have_a_document(
+    command: str,
+) -> None:
+    done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+    assert (done.exit_code, "Example" in done.stdout) == (0, True)
+    assert f"trinity-sync {command}" in done.stdout
+    documents = {name.partition(" --")[0] for name in DOCUMENTS}
+    assert ("--output" in done.stdout) == (command in documents)
+    assert documents <= {*COMMANDS}
+    if command == "jobs set":
+        assert [name for name in NAMES if name not in done.stdout] == []
 
 
 def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
@@ -291,16 +302,8 @@ def test_a_folder_that_is_no_root_passes_no_command_but_the_one_that_makes_it_on
     home: dict[str, str], tmp_path: Path
 ) -> None:
     (empty := tmp_path / "empty").mkdir()
-    lines = ["verify {}", "wait {}", "wait {} 5", "ls {}", "show {} latest"]
-    for line in (
-        *lines,
-        "report {}",
-        "runs {}",
-        "readers {}",
-        "doctor {}",
-        "pin {} 5",
-        "retry {} 5",
-    ):
+    lines = ["verify {}", "wait {}", "wait {} 5", "ls {}", "show {} latest", "report {}"]
+    for line in (*lines, "runs {}", "readers {}", "doctor {}", "pin {} 5", "retry {} 5"):
         done = run(home, *line.format(empty).split())
         assert (done.exit_code, "is no root of a job" in done.stderr) == (2, True), line
     assert run(home, "jobs", "set", empty, "keep=last=3").exit_code == 0
@@ -308,7 +311,7 @@ def test_a_folder_that_is_no_root_passes_no_command_but_the_one_that_makes_it_on
         assert run(home, *line.format(empty).split()).exit_code == 0, line
 
 
-def test_a_narrow_terminal_breaks_no_word(job: Job, home: dict[str, str]) -> None:
+def test_a_narrow_terminal_breaks_no_word_and_cuts_digests(job: Job, home: dict[str, str]) -> None:
     job.commit_states(20, {"model": {"w": torch.zeros(3)}})
     for line, words in (
         ("show {} 20", "ROLE COMPONENT TENSORS LARGEST NONFINITE UNCHANGED SINCE actor model"),
@@ -318,10 +321,6 @@ def test_a_narrow_terminal_breaks_no_word(job: Job, home: dict[str, str]) -> Non
         code, shown = at_a_terminal(home, *line.format(job.root).split(), columns=60)
         found = re.sub(r"\x1b\[\d+m", "", shown).split()
         assert (code, {*words.split()} - {*found}) == (0, set()), shown
-
-
-def test_a_table_of_files_fits_a_terminal(job: Job, home: dict[str, str]) -> None:
-    job.commit_states(20, {"model": {"w": torch.zeros(3)}})
     code, shown = at_a_terminal(home, "show", job.root, 20)
     assert (code, "actor/model_world_size_1_rank_0.pt" in shown) == (0, True), shown
     assert re.search(r"xxh3-128:\w{8}…", shown)
@@ -473,15 +472,10 @@ def test_the_shell_completes_roots_steps_and_tags(
         "keep_quarantine=",
         "keep_model=",
     ]
-
-
-def test_the_shell_completes_outside_of_a_root(home: dict[str, str], elsewhere: Path) -> None:
-    (elsewhere / "ckpts").mkdir()
-    (elsewhere.parent / "runs-here").mkdir()
-    assert complete(home, "show", "") == ["ckpts"]
-    assert complete(home, "ls", "../runs") == ["../runs-here"]
+    assert complete(home, "show", "") == [str(root), "ckpts-here"]
+    assert complete(home, "ls", "../else") == ["../elsewhere"]
     assert "--keep" in complete(home, "prune", "--")
-    assert complete(home | {"TRINITY_SYNC_SLOTS": "9"}, "show", "ck") == ["ckpts"]
+    assert complete(home | {"TRINITY_SYNC_SLOTS": "9"}, "show", "ck") == ["ckpts-here"]
 
 
 def test_the_root_may_be_a_url(home: dict[str, str], elsewhere: Path) -> None:
@@ -492,35 +486,70 @@ def test_the_root_may_be_a_url(home: dict[str, str], elsewhere: Path) -> None:
     assert (refused.exit_code, "s3://bucket/job" in refused.stderr) == (2, True), refused.stderr
 
 
-def test_the_settings_of_a_job_are_set_and_restored(root: Path, home: dict[str, str]) -> None:
-    changed = run(home, "jobs", "set", root, "keep=last=3", "remote=file:///copies/job")
-    assert (changed.exit_code, "keep\tlast=3\tall\tjob" in changed.stdout) == (0, True)
-    run(home, "jobs", "set", root, "keep=", "remote=")
-    assert "keep\tall\tall\tdefault" in run(home, "jobs", "set", root, "remote_keep=all").stdout
-    for wrong in ("kepe=3", "keep", "rank_timeout_s=soon"):
-        assert run(home, "jobs", "set", root, wrong).exit_code == 2
-
-
-def test_the_settings_of_a_job_are_shown_without_a_change_of_its_root(
+def test_the_settings_of_a_job_are_set_shown_and_restored(
     root: Path, home: dict[str, str], tmp_path: Path
 ) -> None:
     assert "keep\tall\tall\tdefault" in run(home, "jobs", "set", root).stdout
     assert not (root / ".trinity_sync/job.json").exists()
-    assert run(home, "jobs", "set", tmp_path / "new").exit_code == 2
-    assert not (tmp_path / "new").exists()
-
-
-def test_the_settings_of_a_job_can_be_set_before_its_root_exists(
-    home: dict[str, str], tmp_path: Path
-) -> None:
     new = tmp_path / "new"
-    made = run(home, "jobs", "set", new, "keep=last=3", "keep_weights=last=1")
+    assert run(home, "jobs", "set", new).exit_code == 2  # which shows those of a root
+    assert not new.exists()
+    made = run(home, "jobs", "set", new, "keep=last=3", "remote=file:///copies/job")
     assert (made.exit_code, f"created {new}" in made.stderr) == (0, True)
-    assert read_job_settings(new) == JobSettings(keep="last=3", keep_weights="last=1")
-    refused = run(home, "jobs", "set", new, "keep=most")
-    assert (refused.exit_code, "'most' is unknown" in refused.stderr) == (2, True)
-    assert run(home, "jobs", "set", new, "keep=", "keep_weights=").exit_code == 0
+    assert "keep\tlast=3\tall\tjob" in made.stdout
+    assert read_job_settings(new) == JobSettings(keep="last=3", remote="file:///copies/job")
+    for wrong in ("keep=most", "kepe=3", "keep", "rank_timeout_s=soon"):
+        assert run(home, "jobs", "set", new, wrong).exit_code == 2
+    assert run(home, "jobs", "set", new, "keep=", "remote=").exit_code == 0
     assert read_job_settings(new) == JobSettings()
+
+
+@pytest.mark.parametrize(
+    "line", ["status", "status -o json", "ui --no-open", "report ROOT -o json", "reconcile ROOT"]
+)
+def test_a_command_ends_though_a_server_is_silent_and_shows_no_password(
+    job: Job, home: dict[str, str], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(prefect_connection, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}/api"
+        words = line.replace("ROOT", str(job.root)).split()
+        done = run(home | {"PREFECT_API_URL": url}, *words)
+    assert done.exit_code in (0, 3, 4), done.output
+    assert "secret" not in done.output
+
+
+def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_alone(
+    root: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    code, shown = at_a_terminal(home, "verify", root, 20, columns=500)  # no path is broken
+    assert (code, "reading" in shown, "bytes" in shown) == (0, True, True)
+    line = [sys.executable, "-m", "trinity_sync.cli", "verify", str(root), "20"]
+    piped = subprocess.run(line, env=os.environ | home, capture_output=True, text=True, check=True)
+    assert (piped.stderr, "reading" in piped.stdout) == ("", False)
+    assert all(word in shown for word in piped.stdout.split()[:2])
+    (tmp_path / "file").touch()  # an error before the first byte
+    code, shown = at_a_terminal(
+        home, "remote", "push", root, 20, f"file://{tmp_path}/file/store", columns=500
+    )
+    assert (code, shown.startswith("error: "), "uploading" in shown) == (4, True, False)
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback() -> None:
+    script = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "trinity_sync.cli.commands":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+from trinity_sync.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_logs_are_followed_before_they_exist(home: dict[str, str], tmp_path: Path) -> None:

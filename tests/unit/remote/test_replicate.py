@@ -38,6 +38,7 @@ from trinity_sync.storage.manifest import encode_manifest, read_manifest
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps_in_use import list_leases, pin, tag
+from trinity_sync.storage.verify import check_files, choose_files
 
 
 @pytest.fixture
@@ -117,6 +118,29 @@ def test_a_pull_commits_no_file_that_one_before_it_did_not_sync(
     files = [path for path in (back / "global_step_4/actor").iterdir() if path.is_file()]
     assert {path.name for path in files} == {Path(file_of(4, c)).name for c in ("model", "optim")}
     assert {path.stat().st_ino for path in files} <= durable | before
+
+
+def test_reading_and_copying_tell_of_every_byte(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    root, told = commit(1).root, list[tuple[int, int]]()
+
+    def tell(done: int, whole: int) -> None:
+        told.append((done, whole))
+
+    nbytes = read_manifest(root, 1).nbytes
+    for work, whole in (
+        (lambda: check_files(choose_files(root, step=1), on_progress=tell), nbytes),
+        (lambda: replicate(root, url, 1, on_progress=tell), nbytes),
+        (lambda: replicate(root, url, 1, on_progress=tell), 0),  # it is there
+        (lambda: fetch(url, 1, tmp_path / "back", on_progress=tell), nbytes),
+    ):
+        told.clear()
+        work()
+        assert (sum(done for done, _ in told), {each for _, each in told}) == (
+            whole,
+            {whole} if whole else set(),
+        )
 
 
 def test_equal_files_of_a_step_are_sent_and_fetched_once(
