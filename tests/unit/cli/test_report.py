@@ -88,7 +88,9 @@ def table_of(page: str, name: str) -> dict[str, str]:
     return {row.partition("|")[0]: row for row in rows if row}
 
 
-def test_every_step_is_listed_with_its_state(facts: JobReport) -> None:
+def test_the_page_has_status_saves_in_flight_and_each_step_with_its_state(
+    facts: JobReport,
+) -> None:
     page = render_report(facts)
     rows = table_of(page, "steps")
     for step, words in {
@@ -102,10 +104,23 @@ def test_every_step_is_listed_with_its_state(facts: JobReport) -> None:
     assert "global_step_40" in text_of(page)  # in quarantine
     assert "reward 4.286, odd <name> nan" in rows["30"].replace("|", "")
     assert "policy for checkpoints: |all|" in text_of(page)
+    (save,) = facts.in_flight
+    assert (save.step, save.kind, save.images) == (36, "checkpoint", 1)
+    assert "in memory" in save.phase
+    assert table_of(page, "in-flight")["36"]
+    assert facts.health.status == "ok"
+    assert any("step 20 is corrupted" in problem for problem in facts.health.problems)
+    order = ("|OK|", "|In flight|", "|Failures|", "Steps on disk")
+    places = [text_of(page).index(heading) for heading in order]
+    assert places == sorted(places)
 
 
-def test_uses_of_steps_are_named_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
+def test_failures_say_what_to_type_and_nothing_is_taken_for_markup(facts: JobReport) -> None:
     page = render_report(with_failures(facts))
+    failed = table_of(page, "failures")["Failed"]
+    assert "trinity-sync retry /ckpts 34" in failed
+    assert "33, 34" in failed
+    assert "href='http://p/runs/1'" in page
     uses = table_of(page, "uses")
     assert "the <b>paper</b>'s" in uses["10"]
     assert not re.search("<b>paper|<script>|href='javascript", page)
@@ -122,29 +137,6 @@ def test_what_an_ended_synchronizer_knew_holds_for_its_last_change(facts: JobRep
     assert found is not None
     assert (found.version, found.run, found.running, found.as_of) == (35, 3, False, 1.7e9 + 90)
     assert [reader.stale_s for reader in found.readers] == [90]
-
-
-def test_a_save_in_memory_is_in_flight(facts: JobReport) -> None:
-    (save,) = facts.in_flight
-    assert (save.step, save.kind, save.images) == (36, "checkpoint", 1)
-    assert "in memory" in save.phase
-    assert table_of(render_report(facts), "in-flight")["36"]
-
-
-def test_the_page_begins_with_the_status(facts: JobReport) -> None:
-    assert facts.health.status == "ok"
-    assert any("step 20 is corrupted" in problem for problem in facts.health.problems)
-    text = text_of(render_report(facts))
-    assert text.index("|OK|") < text.index("|In flight|") < text.index("|Failures|")
-    assert text.index("|Failures|") < text.index("Steps on disk")
-
-
-def test_failures_say_what_to_type(facts: JobReport) -> None:
-    page = render_report(with_failures(facts))
-    rows = table_of(page, "failures")
-    assert "trinity-sync retry /ckpts 34" in rows["Failed"]
-    assert "33, 34" in rows["Failed"]
-    assert "href='http://p/runs/1'" in page
 
 
 def test_of_many_steps_the_newest_are_listed(facts: JobReport) -> None:

@@ -53,15 +53,25 @@ def rows_of(done: Result, noun: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)[noun]
 
 
-def test_runs_lists_committed_failed_and_pending_saves(saves: Job) -> None:
-    rows = rows_of(run(saves, "runs", saves.root, "-o", "json"), "saves")
-    assert {row["step"]: row["status"] for row in rows} == {
-        10: "committed",
-        20: "failed",
-        30: "pending",
-    }
-    (failed,) = rows_of(run(saves, "runs", saves.root, "--failed", "-o", "json"), "saves")
-    assert (failed["reason"], failed["flow_run"]) == ("no space left on device", None)
+def statuses(done: Result, noun: str) -> dict[int, str]:
+    return {row["step"]: row["status"] for row in rows_of(done, noun)}
+
+
+def test_runs_and_ls_list_committed_failed_and_pending_saves(saves: Job) -> None:
+    done = run(saves, "runs", saves.root, "-o", "json")
+    assert statuses(done, "saves") == {10: "committed", 20: "failed", 30: "pending"}
+    done = run(saves, "ls", saves.root, "-o", "json")
+    assert statuses(done, "steps") == {10: "valid", 20: "failed", 30: "pending"}
+    assert f"trinity-sync retry {saves.root} 20" in done.stderr
+    for url, code in (("", 0), ("http://127.0.0.1:9/api", 4)):  # a server that does not answer
+        done = run(saves, "runs", saves.root, "--failed", "-o", "json", PREFECT_API_URL=url)
+        assert (done.exit_code, "127.0.0.1:9" in done.stderr) == (code, bool(url))
+        (failed,) = rows_of(done, "saves")
+        assert (failed["step"], failed["reason"]) == (20, "no space left on device")
+        assert failed["flow_run"] is None
+    (saves.root / ".trinity_sync/saves.jsonl").unlink()  # the log is bounded
+    done = run(saves, "runs", saves.root, "-o", "json")
+    assert {*statuses(done, "saves")} == {20, 30}  # images of a committed save are not pending
 
 
 def test_status_writes_gauges_for_a_node_exporter(saves: Job, tmp_path: Path) -> None:
@@ -92,37 +102,14 @@ def test_status_writes_gauges_for_a_node_exporter(saves: Job, tmp_path: Path) ->
     assert re.search(r"trinity_sync_failed_saves\{.*\} 0.0", (tmp_path / "node.prom").read_text())
 
 
-def test_ls_shows_saves_that_are_not_committed(saves: Job) -> None:
-    done = run(saves, "ls", saves.root, "-o", "json")
-    assert {row["step"]: row["status"] for row in rows_of(done, "steps")} == {
-        10: "valid",
-        20: "failed",
-        30: "pending",
-    }
-    assert f"trinity-sync retry {saves.root} 20" in done.stderr
-
-
 def test_what_the_saver_saves_is_listed_and_waited_for_if_a_server_knows_nothing_of_it(
     saves: Job,
 ) -> None:
     with serve(lambda _: [flow_run(20, 1, "checkpoint", "RUNNING")]) as url:
         done = run(saves, "runs", saves.root, "-o", "json", PREFECT_API_URL=url)
         late = run(saves, "wait", saves.root, "--timeout", 0, PREFECT_API_URL=url)
-    assert {row["step"]: row["status"] for row in rows_of(done, "saves")} == {
-        10: "committed",
-        20: "writing",
-        30: "pending",
-    }
+    assert statuses(done, "saves") == {10: "committed", 20: "writing", 30: "pending"}
     assert late.exit_code == 1
-
-
-def test_runs_lists_what_files_tell_if_the_server_does_not_answer(saves: Job) -> None:
-    away = "http://127.0.0.1:9/api"
-    done = run(saves, "runs", saves.root, "--failed", "-o", "json", PREFECT_API_URL=away)
-    assert {row["step"]: row["reason"] for row in rows_of(done, "saves")} == {
-        20: "no space left on device"
-    }
-    assert (done.exit_code, "127.0.0.1:9" in done.stderr) == (4, True)
 
 
 def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
@@ -137,9 +124,7 @@ def test_a_step_that_was_removed_is_not_waited_for(saves: Job) -> None:
     assert (late.exit_code, "is not committed after 0.2 s" in late.stderr) == (1, True)
 
 
-def test_a_step_that_a_rewind_has_removed_is_waited_for_until_a_later_run_has_ended(
-    saves: Job,
-) -> None:
+def test_a_step_that_was_rewound_is_waited_for_until_a_later_run_has_ended(saves: Job) -> None:
     saves.commit_states(40, {"model": {"w": torch.zeros(4)}})
     rewind(saves.root, 10)
     waiting = run(saves, "wait", saves.root, 40, "--timeout", 0.2)
@@ -168,12 +153,6 @@ def test_wait_ends_with_the_reason_of_a_failed_save(saves: Job) -> None:
     assert "no space left on device" in done.stderr
     late = run(saves, "wait", saves.root, "--timeout", 0)
     assert (late.exit_code, "step 30" in late.stderr) == (1, True)
-
-
-def test_the_images_of_a_committed_save_are_not_pending(saves: Job) -> None:
-    (saves.root / ".trinity_sync/saves.jsonl").unlink()  # the log is bounded
-    rows = rows_of(run(saves, "runs", saves.root, "-o", "json"), "saves")
-    assert {row["step"] for row in rows} == {20, 30}
 
 
 PAGE = "http://127.0.0.1:9/runs/flow-run/00000000-0000-0000-0000-000000000007"
@@ -283,20 +262,8 @@ def test_where_all_is_well_no_command_is_red_or_speaks_of_a_stack(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     job.commit_states(10, {"model": {"w": torch.zeros(4)}})
-    lines = [
-        "doctor",
-        "status",
-        "ls {}",
-        "runs {}",
-        "show {} 10",
-        "wait {}",
-        "report {}",
-        "jobs ls",
-        "verify {}",
-        "reconcile {}",
-        "readers {}",
-    ]
-    for line in lines:
+    lines = ["doctor", "status", "ls {}", "runs {}", "show {} 10", "wait {}", "report {}"]
+    for line in (*lines, "jobs ls", "verify {}", "reconcile {}", "readers {}"):
         done = run(job, *line.format(job.root).split())
         assert done.exit_code == 0, done.output
         assert not re.search("Prefect|flow run|worker|Ray", done.output), done.output
