@@ -20,7 +20,7 @@ def job_at(path: Path) -> Path:
     return path
 
 
-def test_jobs_that_committed_are_known_until_they_are_forgotten(
+def test_jobs_that_committed_are_known_until_they_are_forgotten_or_while_they_are_there(
     settings: Settings, tmp_path: Path
 ) -> None:
     one, two = job_at(tmp_path / "a/ckpts"), job_at(tmp_path / "b/ckpts")
@@ -29,24 +29,11 @@ def test_jobs_that_committed_are_known_until_they_are_forgotten(
     assert sorted(list_known_roots(settings)) == [one, two]
     unregister_job(settings, one)
     assert list_known_roots(settings) == [two]
-
-
-def test_a_root_that_is_away_is_left_out_until_it_is_back(
-    settings: Settings, tmp_path: Path
-) -> None:
-    root = job_at(tmp_path / "ckpts")
-    register_root(settings.home, root)
-    root.rename(tmp_path / "away")
-    assert list_known_roots(settings) == []
-    (tmp_path / "away").rename(root)
-    assert list_known_roots(settings) == [root]
-
-
-def test_a_torn_note_hides_no_other_root(settings: Settings, tmp_path: Path) -> None:
-    root = job_at(tmp_path / "ckpts")
-    register_root(settings.home, root)
     (settings.home / "roots/torn.json").write_text("{")
-    assert list_known_roots(settings) == [root]
+    two.rename(tmp_path / "away")
+    assert list_known_roots(settings) == []
+    (tmp_path / "away").rename(two)
+    assert list_known_roots(settings) == [two]
 
 
 def test_a_root_that_is_named_is_the_only_one(settings: Settings, tmp_path: Path) -> None:

@@ -256,12 +256,3 @@ def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         with pytest.raises(StackError, match=f"127.0.0.1:{port}"):
             WorkerMetrics().serve(Settings(home=tmp_path), at(port))
-
-
-def test_a_flow_that_counts_can_be_handed_to_ray() -> None:
-    """Prefect hands the flow to every task, pickled with what it refers to."""
-    from ray import cloudpickle
-
-    from flows.save import save_step
-
-    assert cloudpickle.loads(cloudpickle.dumps(save_step)).name == "save-step"

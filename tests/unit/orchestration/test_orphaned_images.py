@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
 
 from tests.support.answers import serving
+from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job, find_orphaned_saves
 from tests.support.savers import await_that, end_savers, savers_of
@@ -38,6 +41,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import mark_image_failed, open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack.doctor import _check_tickets
+from trinity_sync.storage import commit as commits
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import read_manifest
@@ -68,29 +72,18 @@ def test_a_step_that_another_release_has_committed_is_in_the_way_of_no_other_sav
 
 def commit_and_die_after_the_manifest(job: Job, step: int) -> None:
     """The real commit, killed at the instant after the rename of the manifest."""
-    script = textwrap.dedent(
-        f"""
-        import os, signal
-        from pathlib import Path
-        from trinity_sync.snapshot.spool import JobSpool
-        from trinity_sync.storage import commit as commits
-        from trinity_sync.snapshot.identity import SaveId
-        from trinity_sync.storage.persist import WriteOptions, persist
-        from trinity_sync.storage.placement import NodeShards
-        save = SaveId(**{vars(job.save(step))!r})
-        spool = JobSpool(Path({str(job.spool.folder)!r}))
-        share = NodeShards("here", str(spool.folder), {{"actor": (0,)}})
-        written = persist(share, save, "model", WriteOptions())
-        write = commits.write_manifest_into
-        def write_and_die(*arguments):
-            write(*arguments)
-            os.kill(os.getpid(), signal.SIGKILL)
-        commits.write_manifest_into = write_and_die
-        commits.commit(save, written)
-        """
-    )
     job.stage(step, {"model": {"w": torch.ones(10)}})
-    Program(script).end(-signal.SIGKILL)
+    write = commits.write_manifest_into
+
+    def write_and_die(*arguments: Any) -> None:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def commit_it() -> None:
+        commits.write_manifest_into = write_and_die  # type: ignore[assignment]
+        job.commit(step)
+
+    assert end_of(commit_it) == -signal.SIGKILL
     assert read_manifest(job.root, step) is not None
 
 

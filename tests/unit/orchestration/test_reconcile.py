@@ -74,21 +74,20 @@ def test_old_export_files_of_a_removed_step_are_removed(job: Job, settings: Sett
         half = exports / f"global_step_{step}.actor/model-00001.safetensors"
         half.parent.mkdir(parents=True)
         half.write_bytes(bytes(1000))
+    (exports / "global_step_01.actor").touch()  # no name of ours
     shutil.rmtree(step_folder(job.root, 1))
     assert run(job, settings) == []
     (found,) = run(job, settings, later_s=LATER_S)
     assert (found.what, found.state) == ("exports of step 1", "repaired")
-    assert [path.name for path in exports.iterdir()] == ["global_step_2.actor"]
+    assert {path.name for path in exports.iterdir()} == {
+        "global_step_2.actor",
+        "global_step_01.actor",
+    }
 
 
-def test_other_files_among_the_exports_are_ignored(job: Job, settings: Settings) -> None:
-    exports = job.root / ".trinity_sync/exports"
-    exports.mkdir(parents=True)
-    (exports / "global_step_01.actor").touch()
-    assert run(job, settings, later_s=LATER_S) == []
-
-
-def test_a_pointer_that_lags_or_was_emptied_is_moved(job: Job, settings: Settings) -> None:
+def test_a_pointer_that_lags_was_emptied_or_names_a_removed_step_is_moved(
+    job: Job, settings: Settings
+) -> None:
     save(job, 1, 2)
     (job.root / "latest_checkpointed_iteration.txt").write_text("1")
     (job.root / "latest_state_dict_iteration.txt").write_text("")
@@ -101,12 +100,6 @@ def test_a_pointer_that_lags_or_was_emptied_is_moved(job: Job, settings: Setting
         == 2
     )
     assert run(job, settings) == []
-
-
-def test_a_pointer_at_a_removed_step_moves_to_the_newest_that_is_left(
-    job: Job, settings: Settings
-) -> None:
-    save(job, 1, 2)
     shutil.rmtree(step_folder(job.root, 2))
     run(job, settings)
     assert read_latest_pointer(job.root, "checkpoint") == 1
@@ -151,6 +144,10 @@ def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Sett
 
 def test_temporary_files_are_removed_once_they_are_not_needed(job: Job, settings: Settings) -> None:
     temporary = written_but_never_committed(job, 3)
+    assert run(job, settings) == []
+    (finding,) = run(job, settings, later_s=LATER_S)
+    assert (finding.state, temporary.exists()) == ("left", True)
+    assert "not known here" in finding.why  # no server can be asked
 
     def remove(**conditions: object) -> list[Finding]:
         default = {"images": set(), "busy": set(), "before": time.time() + 1}
@@ -202,16 +199,6 @@ def test_those_of_a_save_whose_image_waits_are_kept(job: Job, settings: Settings
     job.commit(5)
     reconcile(settings, [job.root], [], grace_s=0)
     assert not folder.exists()
-
-
-def test_temporary_files_are_left_while_no_server_can_be_asked(
-    job: Job, settings: Settings
-) -> None:
-    temporary = written_but_never_committed(job, 3)
-    assert run(job, settings) == []
-    (finding,) = run(job, settings, later_s=LATER_S)
-    assert (finding.state, temporary.exists()) == ("left", True)
-    assert "not known here" in finding.why
 
 
 def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> None:
@@ -372,26 +359,18 @@ def test_files_are_repaired_though_the_server_refuses_the_login(
     assert "(401): the password is missing or wrong" in found[0].why
 
 
-@pytest.mark.parametrize("runs", [None, []])
+@pytest.mark.parametrize("runs", ["unknown", "none", "one saves them"])
 def test_images_that_no_run_saves_are_named_with_what_to_do(
-    job: Job, settings: Settings, runs: list[FlowRun] | None
+    job: Job, settings: Settings, runs: str
 ) -> None:
-    save(job, 1)
     job.stage(2, {"model": {"w": torch.ones(10)}})
     ((image,), _) = job.spool.tickets()
     seal(image.slot, replace(image.ticket, monotonic_s=0.0))  # as if it were sealed at boot
-    found = reconcile(settings, [job.root], runs)
-    assert [(each.what, each.state) for each in found if each.what != "catalog"] == [
-        ("save actor step 2", "left")
-    ]
-    assert "wait for a saver" in found[0].why
-    assert "run: trinity-sync status" in found[0].why
-
-
-def test_images_that_a_run_is_to_save_are_not_named(job: Job, settings: Settings) -> None:
-    job.stage(2, {"model": {"w": torch.ones(10)}})
-    ((image,), _) = job.spool.tickets()
-    seal(image.slot, replace(image.ticket, monotonic_s=0.0))
     parameters = {"request": {"root": str(job.root), "step": 2}}
     run = FlowRun(uuid4(), "save", State("RUNNING", "Running"), parameters=parameters)
-    assert [each for each in reconcile(settings, [job.root], [run]) if each.what != "catalog"] == []
+    known = {"unknown": None, "none": [], "one saves them": [run]}[runs]
+    found = [each for each in reconcile(settings, [job.root], known) if each.what != "catalog"]
+    is_named = runs != "one saves them"
+    assert [(each.what, each.state) for each in found] == [("save actor step 2", "left")] * is_named
+    for words in ("wait for a saver", "run: trinity-sync status"):
+        assert all(words in each.why for each in found)

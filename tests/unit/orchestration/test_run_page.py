@@ -12,10 +12,7 @@ from tests.support.job import Job
 from trinity_sync.errors import SaveError
 from trinity_sync.layout import KINDS, name_job
 from trinity_sync.orchestration import step_events
-from trinity_sync.orchestration.quantities import (
-    format_bytes,
-    format_duration,
-)
+from trinity_sync.orchestration.quantities import format_bytes, format_duration
 from trinity_sync.orchestration.run_page import (
     FailedTask,
     SaveFailure,
@@ -23,12 +20,7 @@ from trinity_sync.orchestration.run_page import (
     describe_failure,
     make_failed_task,
 )
-from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.commit import commit
-
-
-def request_of(job: Job, step: int) -> SaveRequest:
-    return job.request(step)
 
 
 def test_the_page_of_a_commit_says_first_how_it_went(job: Job) -> None:
@@ -43,7 +35,7 @@ def test_the_page_of_a_commit_says_first_how_it_went(job: Job) -> None:
         persisted_at=submitted + 1.25,
         clock=lambda: submitted + 1.5,
     )
-    page = describe_commit(request_of(job, 40), manifest, written)
+    page = describe_commit(job.request(40), manifest, written)
     assert page.startswith(f"### {name_job(job.root)}: save actor step 40: committed\n")
     for words in (
         f"**{format_duration(written[0].stall_s)}** (slowest rank: 0)",
@@ -61,7 +53,7 @@ def test_the_page_of_a_commit_says_first_how_it_went(job: Job) -> None:
 def test_the_page_of_a_failure_says_what_failed_what_is_safe_and_what_to_type(job: Job) -> None:
     tasks = [FailedTask("node-3", "optim", "no space | left", "/ckpts/optim_rank_3.pt")]
     failure = SaveFailure("failed", "cannot write\noptim", tasks, 30, {"node-3": 4, "node-4": 0})
-    page = describe_failure(request_of(job, 40), failure)
+    page = describe_failure(job.request(40), failure)
     for words in (
         "save actor step 40: failed",
         "> cannot write\n> optim",
@@ -72,7 +64,7 @@ def test_the_page_of_a_failure_says_what_failed_what_is_safe_and_what_to_type(jo
     ):
         assert words in page, page
     for outcome in ("evicted", "superseded"):
-        page = describe_failure(request_of(job, 40), SaveFailure(outcome, "why"))  # type: ignore[arg-type]
+        page = describe_failure(job.request(40), SaveFailure(outcome, "why"))  # type: ignore[arg-type]
         assert "trinity-sync retry" not in page
         assert "no longer in memory" in page
 
@@ -81,7 +73,7 @@ def test_the_pages_of_a_save_on_many_nodes_stay_short(job: Job) -> None:
     names = [f"node-{number}" for number in range(3000)]
     tasks = [FailedTask(name, "optim", "no space left") for name in names]
     failure = SaveFailure("failed", "no space left", tasks, 30, dict.fromkeys(names, 8))
-    page = describe_failure(request_of(job, 40), failure)
+    page = describe_failure(job.request(40), failure)
     assert "| `node-0` | optim |" in page
     assert "| and 2,900 more |  |  | on 2,900 nodes: see the logs |" in page
     assert "24,000 images still in memory (8 on `node-0`, " in page
@@ -92,7 +84,7 @@ def test_the_pages_of_a_save_on_many_nodes_stay_short(job: Job) -> None:
     (file,) = job.persist(40)
     manifest = commit(job.save(40), [file])
     written = [replace(file, node=name) for name in names]
-    page = describe_commit(request_of(job, 40), manifest, written)
+    page = describe_commit(job.request(40), manifest, written)
     assert "| model | 3,000 nodes | 3,000 |" in page
     assert len(page) < 10_000
 
@@ -105,21 +97,10 @@ def test_a_failed_task_names_its_rank_and_file() -> None:
     assert make_failed_task("here", "model", SaveError("no")) == FailedTask("here", "model", "no")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 ms"),
-        (0.1062, "106 ms"),
-        (2.44, "2.4 s"),
-        (42, "42 s"),
-        (99.9, "2 min"),
-        (840, "14 min"),
-        (5400, "1.5 h"),
-        (12 * 86400, "12 d"),
-    ],
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
+def test_durations_are_short() -> None:
+    texts = {0: "0 ms", 0.1062: "106 ms", 2.44: "2.4 s", 42: "42 s", 99.9: "2 min", 840: "14 min"}
+    texts |= {5400: "1.5 h", 12 * 86400: "12 d"}
+    assert {seconds: format_duration(seconds) for seconds in texts} == texts
 
 
 def test_an_eviction_is_an_event_of_a_checkpoint_only(

@@ -211,18 +211,11 @@ def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "2")
-    pool, syncs, checkpoints, maintenance = (uuid4() for _ in range(4))
-
-    def due(queue: UUID, count: int) -> list[WorkerFlowRunResponse]:
-        runs = [FlowRun(id=uuid4(), flow_id=uuid4()) for _ in range(count)]
-        return [
-            WorkerFlowRunResponse(work_pool_id=pool, work_queue_id=queue, flow_run=run)
-            for run in runs
-        ]
+    syncs, checkpoints, maintenance = (uuid4() for _ in range(3))
 
     async def work() -> None:
         worker = Standing()
-        care, saves = due(maintenance, 3), due(checkpoints, 3)
+        care, saves = due_runs(maintenance, "ABC"), due_runs(checkpoints, "ABC")
         async with anyio.create_task_group() as worker._runs_task_group:
 
             async def take(*waiting: WorkerFlowRunResponse) -> set[UUID]:
@@ -235,7 +228,7 @@ def test_each_queue_has_places_of_its_own_so_that_no_save_waits_for_maintenance(
             first_saves = {run.flow_run.id for run in saves[:2]}
             assert await take(*care) == first_care
             assert await take(*care, *saves) == first_care | first_saves
-            (sync,) = due(syncs, 1)
+            (sync,) = due_runs(syncs, "A")
             busy = await take(sync, *saves, *care)
             assert busy == first_care | first_saves | {sync.flow_run.id}
             worker.ends[saves[0].flow_run.id].set()

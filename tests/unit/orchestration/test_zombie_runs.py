@@ -115,26 +115,24 @@ def ask_here(ask: Callable[[PrefectApi], Awaitable[None]]) -> None:
 CRASHED = ("PENDING", "Pending", DEAD), ("CRASHED", "Crashed", "Nothing was heard of it.")
 
 
-def test_a_run_that_a_server_calls_crashed_is_not_begun_again_while_it_runs_here(
-    spool_folder: Path,
+UNDER_WAY = ("PENDING", "Pending", DEAD), ("RUNNING", "Running", "")
+"""A process has the lock of a run before the server knows which worker took it."""
+
+
+@pytest.mark.parametrize(
+    ("states", "becomes"), [(CRASHED, "AwaitingRetry"), (UNDER_WAY, "Crashed")]
+)
+@pytest.mark.parametrize("executes", ["it", "another run", "it, and is killed"])
+def test_a_run_is_begun_again_or_ended_only_if_no_process_executes_it_here(
+    spool_folder: Path, states: tuple[tuple[str, str, str], ...], becomes: str, executes: str
 ) -> None:
-    with prefect(*CRASHED) as states, at_work(spool_folder):
+    run = str(uuid4()) if executes == "another run" else RUN
+    with prefect(*states) as seen, at_work(spool_folder, run) as process:
+        if executes == "it, and is killed":
+            process.kill()
+            process.wait()
         begin(spool_folder)
-    assert states == []
-
-
-def test_it_is_begun_again_once_its_process_is_killed(spool_folder: Path) -> None:
-    with prefect(*CRASHED) as states, at_work(spool_folder) as process:
-        process.kill()
-        process.wait()
-        begin(spool_folder)
-    assert [state["name"] for state in states] == ["AwaitingRetry"]
-
-
-def test_it_is_begun_again_also_where_another_run_is_executed(spool_folder: Path) -> None:
-    with prefect(*CRASHED) as states, at_work(spool_folder, str(uuid4())):
-        begin(spool_folder)
-    assert [state["name"] for state in states] == ["AwaitingRetry"]
+    assert [state["name"] for state in seen] == ([] if executes == "it" else [becomes])
 
 
 @pytest.mark.parametrize("name", [WAITING, "Crashed"])
@@ -171,17 +169,6 @@ def test_a_worker_tells_the_processes_of_a_job_without_a_saver_that_its_root_is_
     away.rename(job.root)
     look()
     assert not job.spool.away.exists()
-
-
-@pytest.mark.parametrize("executed", [True, False])
-def test_a_run_that_runs_here_is_not_ended_whichever_worker_took_it_before(
-    spool_folder: Path, executed: bool
-) -> None:
-    """Its process has the lock before the server knows which worker took it."""
-    under_way = ("PENDING", "Pending", DEAD), ("RUNNING", "Running", "")
-    with prefect(*under_way) as states, at_work(spool_folder, RUN if executed else str(uuid4())):
-        begin(spool_folder)
-    assert [state["name"] for state in states] == ([] if executed else ["Crashed"])
 
 
 def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(

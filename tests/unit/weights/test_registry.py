@@ -99,6 +99,7 @@ def test_a_rewind_restores_what_the_runs_it_undoes_had_superseded() -> None:
     [
         (10, None, True),
         (11, None, False),
+        (14, None, False),  # unknown
         (13, None, True),  # run 1's, which training has left
         (9, 2, True),
         (11, 2, False),
@@ -113,11 +114,6 @@ def test_a_version_is_newer_by_run_and_step(than: int, run: int | None, newer: b
     registry.record(version(2, 11), 5.0)
     step_or_version = than if run is None else version(run, than)
     assert (registry.newer(step_or_version) is not None) == newer
-
-
-def test_a_reader_of_an_unknown_step_waits_for_a_later_one() -> None:
-    assert registry_of((1, 10)).newer(12) is None
-    assert VersionRegistry().newer(-1) is None
 
 
 def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast() -> None:
@@ -166,6 +162,8 @@ def test_a_reader_is_stale_since_the_next_newer_version() -> None:
         registry.record(version(1, step), 14.0 + step)
     (stale,) = registry.readers(100.0)
     assert (stale.step, stale.behind, stale.stale_s) == (5, 34, 80.0)
+    registry.set_serving("a", 38, 101.0)  # late from the start
+    assert registry.readers(102.0)[0].stale_s == 49.0
     registry.set_serving("a", 39, 101.0)
     assert registry.readers(102.0)[0].stale_s == 0.0
     registry.remove_reader("a")
@@ -181,12 +179,6 @@ def test_a_superseded_version_is_as_old_as_the_step_of_the_resume(
     registry.record(version(2, 11), 0.0)
     registry.set_serving("a", served[1], 0.0, served[0])
     assert registry.readers(0.0)[0].behind == behind
-
-
-def test_a_reader_that_is_late_from_the_start_is_stale_since_the_newer_one() -> None:
-    registry = registry_of((1, 1), (1, 2))
-    registry.set_serving("a", 1, 5.0)
-    assert registry.readers(11.0)[0].stale_s == 10.0
 
 
 def test_the_number_of_readers_is_bounded() -> None:

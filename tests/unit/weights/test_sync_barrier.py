@@ -63,17 +63,6 @@ def test_a_rendezvous_succeeds_when_all_that_live_are_there() -> None:
     assert set(barrier.counts) == {Status.RUNNING, Status.STOPPED}
 
 
-def test_a_wait_that_times_out_leaves_the_status_counts_straight() -> None:
-    barrier = SyncBarrier()
-    barrier.set_trainer(Status.RUNNING)
-    barrier.set_explorer("b", Status.RUNNING)
-    for _ in range(3):
-        barrier.withdraw(barrier.arrive("a"), "a")
-        barrier.withdraw(barrier.arrive(None, 6), None)
-    assert barrier.counts == {Status.RUNNING: 2}
-    assert barrier.trainer is Status.RUNNING
-
-
 def test_when_the_trainer_gives_up_no_explorer_goes_on_waiting() -> None:
     barrier = SyncBarrier()
     barrier.set_explorer("b", Status.RUNNING)

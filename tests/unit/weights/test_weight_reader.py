@@ -2,7 +2,6 @@
 
 import os
 import signal
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from tests.support.forked import Program
+from tests.support.dying import end_of
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.weights import VersionFile, upload, version_in
@@ -324,25 +323,11 @@ def test_an_older_version_is_never_read(
 def test_readers_read_on_after_the_trainer_was_killed(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
-    script = textwrap.dedent(
-        """
-        import os, signal, sys, torch
-        from pathlib import Path
-        from trinity_sync.snapshot.identity import read_identity
-        from trinity_sync.snapshot.spool import open_job_spool
-        from trinity_sync.snapshot.identity import Origin
-        from trinity_sync.snapshot.stager import Stager
-        spool, root = Path(sys.argv[1]), sys.argv[2]
-        save = root, 1, "", 5, "state_dict", ("actor",), "actor", 0, 1
-        origin = Origin(*save, identity=read_identity(root))
-        stager = Stager(open_job_spool(spool, root))
-        state = {"w": torch.full((5000,), 5.0), "b": torch.full((3,), 5.0)}
-        stager.stage(origin, {"model": state}, seals=False)
-        stager.publish(origin, "model")
+    def upload_and_die() -> None:
+        upload(job, 5, weights(5))
         os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    Program(script, job.spool.folder.parent, job.root).end(-signal.SIGKILL)
+
+    assert end_of(upload_and_die) == -signal.SIGKILL
     versions.tell(version_in(job.spool, job.root, 1, 5))
     assert loaded(reader) == (5, 5)
 

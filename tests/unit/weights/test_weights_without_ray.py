@@ -305,14 +305,6 @@ def test_a_reader_that_opens_without_a_wait_goes_to_the_training_that_began_agai
     reader.close()
 
 
-def test_a_wait_ends_by_its_time_out(job: Job, registry: FileRegistry) -> None:
-    upload(job, 1, weights(1))
-    reader = WeightReader(registry, name="explorer")
-    assert asyncio.run(reader.wait_newer(timeout_s=0)) == registry.latest()
-    reader.load_into(weights(0))
-    assert asyncio.run(reader.wait_newer(timeout_s=0.05)) is None
-
-
 def test_a_reader_may_start_before_the_job(tmp_path: Path, settings: Settings) -> None:
     root = tmp_path / "later"
     registry = FileRegistry(root, settings=settings)
