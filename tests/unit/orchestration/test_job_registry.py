@@ -6,7 +6,7 @@ import pytest
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.job_registry import list_known_roots, select_roots, unregister_job
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root
 
 
@@ -20,13 +20,15 @@ def job_at(path: Path) -> Path:
     return path
 
 
-def test_jobs_that_committed_are_known_until_they_are_forgotten_or_while_they_are_there(
+def test_jobs_that_committed_are_known_while_they_are_there_allowed_and_not_forgotten(
     settings: Settings, tmp_path: Path
 ) -> None:
     one, two = job_at(tmp_path / "a/ckpts"), job_at(tmp_path / "b/ckpts")
     for root in (one, two, one):
         register_root(settings.home, root)
     assert sorted(list_known_roots(settings)) == [one, two]
+    allowed = StackSettings(worker={"allowed_paths": [two]})
+    assert list_known_roots(settings, allowed) == [two]
     unregister_job(settings, one)
     assert list_known_roots(settings) == [two]
     (settings.home / "roots/torn.json").write_text("{")

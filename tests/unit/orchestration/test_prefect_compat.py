@@ -90,42 +90,6 @@ def test_private_names_of_prefect_are_used_in_one_module(package: str) -> None:
     assert {path: names for path in modules if (names := [*used_in(path.read_text())])} == {}
 
 
-WORKER = "from prefect.workers.base import BaseWorker\nclass Ours(BaseWorker[A, B, C]):\n    "
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from prefect._internal.plugins import collections",
-        "from prefect.flow_engine import run_flow",
-        "from prefect.context import serialize_context",
-        "import prefect.utilities.engine",
-        "from prefect.server.services import db_vacuum",
-        "configuration._related_objects['deployment']",
-        WORKER + "async def _submit_run(self, run): ...",
-        WORKER + "_description = 'ours'",
-        WORKER + "def ours(self):\n        return self._limiter",
-        WORKER + "def ours(self):\n        def inner():\n            self._client = None",
-        "from trinity_sync.orchestration.prefect_compat import InProcessWorker\n"
-        "class Ours(InProcessWorker):\n    def _submit_run(self): ...",
-    ],
-)
-def test_a_private_name_elsewhere_is_found(source: str) -> None:
-    assert [*used_in(source)]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        WORKER + "def ours(self):\n        return self._cancelled",
-        "class Ours:\n    def _submit_run(self):\n        self._client = None",
-        "from prefect.client.schemas.objects import FlowRun",
-    ],
-)
-def test_a_name_of_our_own_is_none_of_prefect(source: str) -> None:
-    assert [*used_in(source)] == []
-
-
 def test_a_prefect_that_lacks_a_name_is_refused_by_that_name() -> None:
     remove = "prefect.workers.base.BaseWorker._submit_run"
     owner, _, name = remove.rpartition(".")

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from trinity_sync.cli.commands import app
-from trinity_sync.settings import StackSettings, list_variables
+from trinity_sync.settings import StackSettings
 
 FOLDER = Path(__file__).parents[3] / "deploy"
 
@@ -130,24 +130,12 @@ def test_the_images_that_are_named_are_targets_of_the_dockerfile() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))
-def test_every_setting_of_ours_exists(name: str) -> None:
-    known = list_variables()
-    named = set(re.findall(r"TRINITY_SYNC_[A-Z_]+", "\n".join(texts(loaded(name)))))
-    assert named <= known
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))
 def test_every_setting_of_prefect_exists(name: str) -> None:
+    from prefect.settings import get_current_settings
     from prefect.settings.legacy import _get_valid_setting_names
 
     named = set(re.findall(r"PREFECT_[A-Z_]+", "\n".join(texts(loaded(name)))))
-    assert named - {"PREFECT_AUTH"} <= _get_valid_setting_names(type(_settings()))
-
-
-def _settings() -> Any:
-    from prefect.settings import get_current_settings
-
-    return get_current_settings()
+    assert named - {"PREFECT_AUTH"} <= _get_valid_setting_names(type(get_current_settings()))
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))

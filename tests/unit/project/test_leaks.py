@@ -1,15 +1,7 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
-
-from tests.conftest import pytest_collection_modifyitems
-from tests.support.forked import forking
 
 TESTS = """
 import atexit, colorsys, os, signal, subprocess, sys, tempfile, threading
@@ -64,25 +56,3 @@ def test_a_test_that_leaves_something_behind_fails_and_says_what(tmp_path: Path)
     living = ("['cat']", "sync-test-", "Thread-1 (<lambda>)")
     for left in ("HOME", "SYNC_LEFT", "folder /", *settings, *living):
         assert left in done.stdout, done.stdout
-
-
-def test_files_run_in_an_order_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def order_by(seed: str) -> list[Path]:
-        monkeypatch.setenv("FILES_SEED", seed)
-        items: Any = [SimpleNamespace(path=Path(f"test_{n // 2}.py")) for n in range(40)]
-        config: Any = SimpleNamespace(stash={})
-        pytest_collection_modifyitems(config, items)
-        return [item.path for item in items]
-
-    assert order_by("7") == order_by("7") != order_by("8")
-    assert sorted(order_by("7"), key=order_by("").index) == order_by("")
-
-
-def _has_imported(*names: str) -> bool:
-    return all(name in sys.modules for name in names)
-
-
-def test_processes_are_forked_from_one_that_has_imported_what_they_ask_for() -> None:
-    for name in ("wave", "tabnanny"):
-        with forking(name) as context, ProcessPoolExecutor(1, context) as pool:
-            assert pool.submit(_has_imported, name).result()

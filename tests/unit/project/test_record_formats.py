@@ -25,7 +25,6 @@ from tests.support.job import Job, find_orphaned_saves
 from tests.support.leases import acquire_lease
 from tests.support.steps import commit_files
 from tests.support.weights import first, upload
-from tests.unit.conftest import Open
 from tests.unit.retention.test_retention import prune, rules
 from trinity_sync.cli.app import require_existing
 from trinity_sync.cli.commands import app
@@ -102,21 +101,6 @@ def find_orphaned_steps(job: Job) -> list[int]:
 # ---------------------------------------------------------------- each record
 
 
-@both
-@pytest.mark.parametrize("name", ["identity", "manifest", "run"])
-def test_a_record_of_another_release_names_the_one_to_upgrade(
-    records: dict[str, Kind],  # noqa: F811
-    name: str,
-    change: int,
-) -> None:
-    kind = records[name]
-    kept = of_another_release(kind.path, change)
-    with pytest.raises(FormatError, match=upgrade(change)) as found:
-        kind.read()
-    assert str(kind.path) in str(found.value)
-    assert kind.path.read_bytes() == kept
-
-
 def test_a_format_has_the_root_the_spool_and_what_is_read_elsewhere(
     records: dict[str, Kind],  # noqa: F811
 ) -> None:
@@ -162,13 +146,16 @@ class Scene:
     settings: Settings
     version: Version
 
-    @property
-    def owner(self) -> Path:
-        return self.job.spool.folder / "job.json"
-
-    @property
-    def identity(self) -> Path:
-        return self.job.root / ".trinity_sync/identity.json"
+    def find(self, record: str) -> Path:
+        """The file of a record."""
+        if record == "spool":
+            return self.job.spool.folder / "job.json"
+        names = {
+            "root": "identity.json",
+            "run": "runs/1.json",
+            "step": "../global_step_2/manifest.json",
+        }
+        return (self.job.root / ".trinity_sync" / names[record]).resolve()
 
 
 @pytest.fixture
@@ -213,18 +200,6 @@ SPOOL_USES: dict[str, Callable[[Scene], object]] = {
 
 
 @both
-@pytest.mark.parametrize("use", SPOOL_USES)
-def test_a_spool_of_another_release_is_refused_and_left_unchanged(
-    scene: Scene, use: str, change: int
-) -> None:
-    before = content(scene.job.spool.folder)
-    said = require_refused(scene, scene.owner, SPOOL_USES[use], change)
-    assert f"remove {scene.job.spool.folder}" in said
-    after = content(scene.job.spool.folder)
-    assert after == before | {str(scene.owner): after[str(scene.owner)]}
-
-
-@both
 def test_a_spool_of_another_release_is_named_once_and_the_others_are_swept(
     scene: Scene, change: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,17 +207,17 @@ def test_a_spool_of_another_release_is_named_once_and_the_others_are_swept(
     root.mkdir()
     other = Job(root, open_job_spool(scene.settings.spool, root))
     other.stage(7, STATE)
-    of_another_release(scene.owner, change)
+    of_another_release(scene.find("spool"), change)
     with caplog.at_level(logging.WARNING):
         assert find_orphaned_steps(scene.job) == [7]
         assert find_orphaned_steps(scene.job) == [7]
-    (said,) = [each.message for each in caplog.records if str(scene.owner) in each.message]
+    (said,) = [each.message for each in caplog.records if str(scene.find("spool")) in each.message]
     assert re.search(upgrade(change), said)
     other.stagers.pop(0).close()
 
 
 def test_reconcile_and_a_doctor_name_a_spool_of_another_release_and_leave_it(scene: Scene) -> None:
-    of_another_release(scene.owner)
+    of_another_release(scene.find("spool"))
     scene.job.stagers.pop(0).close()
     scene.job.root.rename(scene.job.root.with_name("gone"))
     before = content(scene.job.spool.folder)
@@ -273,18 +248,9 @@ ROOT_USES: dict[str, Callable[[Scene], object]] = {
 
 
 @both
-@pytest.mark.parametrize("use", ROOT_USES)
-def test_a_root_of_another_release_is_refused_and_left_unchanged(
-    scene: Scene, use: str, change: int
-) -> None:
-    require_refused(scene, scene.identity, ROOT_USES[use], change)
-    assert slot_of(scene.job, 4)
-
-
-@both
 def test_nothing_is_repaired_in_a_root_of_another_release(scene: Scene, change: int) -> None:
     (scene.job.root / ITERATION_FILES["checkpoint"]).write_text("1")
-    of_another_release(scene.identity, change)
+    of_another_release(scene.find("root"), change)
     register_root(scene.settings.home, scene.job.root)
     before = content(scene.job.root)
     found = reconcile(scene.settings, [scene.job.root], None)
@@ -314,8 +280,6 @@ def test_a_request_of_a_newer_client_in_the_same_format_is_taken() -> None:
     assert SaveRequest.model_validate({**known, "added_later": [1]}) == request
 
 
-# ---------------------------------------------------------------- steps
-
 STEP_USES: dict[str, Callable[[Scene], object]] = {
     "a training resumes": lambda at: find_newest(at.job.root),
     "a step is read": lambda at: require_committed(at.job.root, 2),
@@ -327,16 +291,26 @@ STEP_USES: dict[str, Callable[[Scene], object]] = {
     "a step is copied": lambda at: replicate(at.job.root, f"file://{at.settings.home}/copies", 2),
     "a report is made": lambda at: collect_report(at.settings, at.job.root),
 }
+RUN_USES: dict[str, Callable[[Scene], object]] = {
+    "a training begins": lambda at: open_run(at.job.root, "third", 4),
+}
+USES = {"spool": SPOOL_USES, "root": ROOT_USES, "step": STEP_USES, "run": RUN_USES}
 
 
 @both
-@pytest.mark.parametrize("use", STEP_USES)
-def test_a_root_with_a_step_of_another_release_is_refused_and_left_unchanged(
-    scene: Scene, use: str, change: int
+@pytest.mark.parametrize(("record", "use"), [(of, use) for of in USES for use in USES[of]])
+def test_what_has_a_record_of_another_release_is_refused_and_left_unchanged(
+    scene: Scene, record: str, use: str, change: int
 ) -> None:
-    path = step_folder(scene.job.root, 2) / "manifest.json"
-    require_refused(scene, path, STEP_USES[use], change)
-    assert slot_of(scene.job, 4)
+    open_run(scene.job.root, "second", 4)
+    before, path = content(scene.job.spool.folder), scene.find(record)
+    said = require_refused(scene, path, USES[record][use], change)
+    if record == "spool":
+        assert f"remove {scene.job.spool.folder}" in said
+        after = content(scene.job.spool.folder)
+        assert after == before | {str(path): after[str(path)]}
+    else:
+        assert slot_of(scene.job, 4)
 
 
 @both
@@ -380,25 +354,15 @@ def test_ls_and_doctor_name_the_environment_to_upgrade(
 
 
 @both
-def test_a_step_of_another_release_is_not_committed_over_and_the_others_are_committed(
-    job: Job, change: int
-) -> None:
-    for step in (5, 6):
-        job.stage(step, STATE)
-        job.commit(step)
+def test_next_to_a_step_of_another_release_the_others_are_committed(job: Job, change: int) -> None:
+    job.commit_states(5, STATE)
     path = step_folder(job.root, 5) / "manifest.json"
     kept = of_another_release(path, change)
-    job.stagers.pop(0).close()
-    job.stage(5, {"model": {"w": torch.zeros(10)}}, run=2)
-    with pytest.raises(FormatError, match=upgrade(change)):
-        job.commit(5, run=2)
-    job.stage(7, STATE)
-    job.commit(7)
+    job.commit_states(7, STATE)
     assert path.read_bytes() == kept
     assert require_committed(job.root, 7)
     (job.root / ITERATION_FILES["checkpoint"]).write_text("5")
-    job.stage(8, STATE)
-    job.commit(8)
+    job.commit_states(8, STATE)
     assert read_latest_pointer(job.root, "checkpoint") == 8
 
 
@@ -413,17 +377,6 @@ def test_nothing_is_committed_once_another_release_has_begun_a_run(job: Job, cha
     assert read_manifest(job.root, 5) is None
     assert slot_of(job, 5)
     assert path.read_bytes() == kept
-
-
-@both
-def test_a_training_does_not_begin_next_to_runs_of_another_release(
-    job: Job, coordinator_of: Open, change: int
-) -> None:
-    open_run(job.root, "first", 0)
-    of_another_release(job.root / ".trinity_sync/runs/1.json", change)
-    with pytest.raises(FormatError, match=upgrade(change)):
-        coordinator_of().save(1, STATE)
-    assert [path.name for path in (job.root / ".trinity_sync/runs").glob("[0-9]*")] == ["1.json"]
 
 
 def test_what_a_run_of_another_release_writes_is_not_tidied_away(job: Job) -> None:

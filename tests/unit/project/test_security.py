@@ -35,7 +35,6 @@ from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import MANIFEST, shard_file, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import (
-    list_known_roots,
     require_allowed,
     require_allowed_store,
     select_roots,
@@ -45,7 +44,6 @@ from trinity_sync.pipeline.save import Share
 from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.daemon import Daemon
@@ -259,10 +257,6 @@ def test_a_manifest_that_leads_elsewhere_or_is_none_is_refused(tmp_path: Path, c
         read_manifest(tmp_path, 1)
 
 
-def request(job: Job, **other: Any) -> SaveRequest:
-    return job.request(**{"step": 1, **other})
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -277,7 +271,7 @@ def test_a_request_that_names_no_role_component_or_path_is_refused(
     job: Job, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises((ValidationError, ConfigError)):
-        request(job, **wrong)
+        job.request(**{"step": 1, **wrong})
 
 
 def test_images_are_taken_from_the_jobs_own_spool_alone(job: Job, tmp_path: Path) -> None:
@@ -323,28 +317,12 @@ def test_flows_work_where_they_are_allowed_to(tmp_path: Path) -> None:
 
 
 SPELLED = [
-    "file://{}",
-    "local://{}",
-    "file://{}/../theirs",
-    "file:/{}",
-    "file:{}",
-    "FILE://{}",
-    "async_wrapper::file://{}",
-    "async_wrapper://::file://{}",
-    "simplecache::file://{}",
-    "filecache::local://{}",
-    "dir::file://{}",
-    "dir://{}::file:///",
-    "zip://x::file://{}/a.zip",
-    "s3://bucket/job::file://{}",
-    "reference://{}",
-    "asynclocal://{}",
-    "generic://file://{}",
-    "sftp://localhost{}",
-    "webhdfs://localhost{}",
-    "hdfs://default{}",
-    "memory://{}",
-    "{}",
+    *("file://{}", "local://{}", "file://{}/../theirs", "file:/{}", "file:{}", "FILE://{}"),
+    *("async_wrapper::file://{}", "async_wrapper://::file://{}", "simplecache::file://{}"),
+    *("filecache::local://{}", "dir::file://{}", "dir://{}::file:///"),
+    *("zip://x::file://{}/a.zip", "s3://bucket/job::file://{}", "reference://{}"),
+    *("asynclocal://{}", "generic://file://{}", "sftp://localhost{}", "webhdfs://localhost{}"),
+    *("hdfs://default{}", "memory://{}", "{}"),
 ]
 
 
@@ -373,16 +351,6 @@ def test_a_store_in_an_allowed_folder_or_elsewhere_is_allowed(
     (tmp_path / "copies").symlink_to("/")
     with pytest.raises(ConfigError, match=r"worker\.allowed_paths names"):
         require_allowed_store(inside.format(tmp_path), allowed)
-
-
-def test_jobs_that_are_no_longer_allowed_are_not_looked_after(tmp_path: Path) -> None:
-    roots = [tmp_path / "one", tmp_path / "two"]
-    for root in roots:
-        root.mkdir()
-        register_root(tmp_path / "home", root)
-    assert sorted(list_known_roots(Settings(home=tmp_path / "home"))) == roots
-    allowed = StackSettings(worker={"allowed_paths": roots[:1]})
-    assert list_known_roots(Settings(home=tmp_path / "home"), allowed) == roots[:1]
 
 
 def test_a_password_in_a_url_is_not_repeated() -> None:

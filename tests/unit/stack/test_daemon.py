@@ -1,10 +1,12 @@
-"""A daemon that does not get ready is reported with what its user needs to know."""
+"""Daemons and their ports: what does not get ready is reported, what is stopped has ended."""
 
 import errno
 import math
 import os
+import random
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -36,7 +38,7 @@ def start(code: str, folder: Path) -> Daemon:
     return daemon.start([sys.executable, "-c", code], env={}, cwd=folder, log=folder / "one.log")
 
 
-def test_a_daemon_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_path: Path) -> None:
+def test_a_daemon_that_ends_is_reported_with_the_telling_line_of_this_start(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
     with pytest.raises(StackError) as caught:
         daemon.await_ready("the Ray node", start(RAY, tmp_path), lambda: False, 60)
@@ -45,12 +47,6 @@ def test_a_daemon_that_ends_is_reported_with_the_telling_line_of_its_log(tmp_pat
         "the Ray node ended while it started: Exception: The current node timed out during startup."
     )
     assert str(tmp_path / "one.log") in said
-
-
-def test_a_daemon_that_ends_without_output_is_not_reported_with_that_of_an_earlier_start(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "one.log").write_text("Exception: of an earlier start\n")
     with pytest.raises(StackError, match=r"ended while it started\. Its log"):
         daemon.await_ready("the server", start("", tmp_path), lambda: False, math.inf)
 
@@ -143,9 +139,15 @@ def named(tmp_path: Path) -> Iterator[int]:
         process.communicate()
 
 
-def test_a_process_is_known_whatever_bytes_it_has_for_a_name(named: int) -> None:
+def test_a_process_is_known_and_left_alone_whatever_bytes_it_has_for_a_name(
+    named: int, tmp_path: Path
+) -> None:
     assert Path(f"/proc/{named}/comm").read_bytes() == b"ray) S 1 (\xe5\x8f\x82\xe6\x95\n"
     assert psutil.Process(named).ppid() == os.getpid()
+    assert is_process_alive(read_process_identity(named))
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    daemon.stop(sleeper, 5)
+    assert not sleeper.lives
     assert is_process_alive(read_process_identity(named))
 
 
@@ -160,15 +162,6 @@ def test_the_name_of_a_process_does_not_change_when_the_clock_is_set(
     (proc / "stat").write_text(f"btime {int(psutil.boot_time()) + 3600}\n")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     assert read_process_identity(named) == name
-
-
-def test_what_is_named_is_stopped_whatever_bytes_others_have_for_a_name(
-    named: int, tmp_path: Path
-) -> None:
-    sleeper = start("import time; time.sleep(60)", tmp_path)
-    daemon.stop(sleeper, 5)
-    assert not sleeper.lives
-    assert is_process_alive(read_process_identity(named))
 
 
 HIDDEN = """
@@ -268,12 +261,7 @@ def test_a_daemon_and_its_session_yield_to_the_training(
             assert group.read_text().split()[-1] == "19"
     finally:
         daemon.stop(started, 5)
-
-
-def test_the_priority_of_a_daemon_that_has_ended_is_left_alone(tmp_path: Path) -> None:
-    ended = daemon.start(["true"], env=dict(os.environ), cwd=tmp_path, log=tmp_path / "logs/log")
-    until(lambda: not ended.lives, "the end of the daemon")
-    daemon.lower_priority(ended, 19)
+    daemon.lower_priority(started, 19)  # it has ended, and is left alone
 
 
 def test_looks_at_a_server_that_starts_leave_it_the_cpu() -> None:
@@ -281,3 +269,59 @@ def test_looks_at_a_server_that_starts_leave_it_the_cpu() -> None:
     began = time.process_time()
     assert not any(services.is_server_ready(state) for _ in range(20))
     assert time.process_time() - began < 0.2  # with authorities for TLS, 0.7 s
+
+
+def test_a_port_is_free_and_not_one_that_outgoing_connections_get() -> None:
+    first = int(daemon.RANGE.read_text().split()[0])
+    assert 1024 <= daemon.free_port() < first
+
+
+def test_processes_that_are_seeded_alike_do_not_ask_for_the_same_ports() -> None:
+    found = set()
+    for _ in range(20):
+        random.seed(0)
+        found.add(daemon.free_port())
+    assert len(found) > 1
+
+
+def test_the_port_of_an_earlier_server_is_taken_again_unless_another_process_listens_there() -> (
+    None
+):
+    port = daemon.free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    assert daemon.free_port(url) == port
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert daemon.free_port(url) != port
+
+
+def test_a_port_that_is_wanted_is_taken_or_the_next_one_that_is_free() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        found = daemon.free_port(first=taken)
+        assert taken < found < taken + daemon.FOLLOWING
+        assert daemon.free_port(f"http://127.0.0.1:{found}/api", first=taken) == found
+    assert daemon.free_port(first=taken) == taken
+    elsewhere = f"http://127.0.0.1:{taken + 2 * daemon.FOLLOWING}/api"
+    assert daemon.free_port(elsewhere, first=taken) == taken
+
+
+def test_where_all_ports_are_for_outgoing_connections_it_is_one_of_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = tmp_path / "ip_local_port_range"
+    everything.write_text("1024\t65535\n")
+    monkeypatch.setattr(daemon, "RANGE", everything)
+    assert daemon.free_port() >= 1024
+
+
+def test_where_no_port_is_free_it_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(daemon, "_candidates", lambda *_: [other.getsockname()[1]])
+        with pytest.raises(StackError, match=r"no port of 127\.0\.0\.1 is free .* end some"):
+            daemon.free_port()

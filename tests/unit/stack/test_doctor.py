@@ -99,29 +99,24 @@ def test_a_home_in_a_folder_that_is_cleaned_is_a_warning(tmp_path: Path) -> None
     assert "home" not in {check.name for check in elsewhere}
 
 
-def test_a_spool_that_is_open_to_others_fails(committed: Job) -> None:
+def test_a_spool_open_to_others_fails_one_on_a_disk_is_a_warning_and_a_missing_one_is_not(
+    committed: Job, tmp_path: Path
+) -> None:
     spool = committed.spool.folder.parent
     spool.chmod(0o755)
     found = checks(committed)["spool"]
     assert (found.state, found.todo.startswith(f"run: chmod 700 {spool}")) == ("fail", True)
-
-
-def test_a_spool_on_a_disk_is_a_warning_and_a_missing_one_is_not(
-    committed: Job, tmp_path: Path
-) -> None:
     assert checks(committed, spool=tmp_path / "none")["spool"].state == "ok"
     assert not (tmp_path / "none").exists()
     (tmp_path / "spool").mkdir(mode=0o700)
     assert checks(committed, spool=tmp_path / "spool")["spool"].state == "warn"
 
 
-def test_a_step_that_is_cut_is_a_warning(committed: Job) -> None:
+def test_a_step_that_is_cut_and_files_beside_a_commit_are_a_warning(committed: Job) -> None:
     (committed.root / "global_step_9").mkdir()
     found = checks(committed)
     assert (found["steps"].state, "[9]" in found["steps"].found) == ("warn", True)
-
-
-def test_files_beside_a_commit_are_a_warning(committed: Job) -> None:
+    (step_folder(committed.root, 9)).rmdir()
     (step_folder(committed.root, 4) / "data.pt").touch()
     found = checks(committed)["steps"]
     assert (found.state, "files beside the commit: [4]" in found.found) == ("warn", True)
@@ -229,7 +224,7 @@ def user() -> pwd.struct_passwd:
     return next(user for user in pwd.getpwall() if user.pw_uid > 999)
 
 
-def test_a_spool_that_systemd_removes_at_logout_is_a_warning(
+def test_a_spool_is_warned_of_only_if_systemd_removes_it_at_logout(
     logind: Path, user: pwd.struct_passwd
 ) -> None:
     spool, uid = Path("/dev/shm/trinity_sync-test"), user.pw_uid
@@ -240,15 +235,8 @@ def test_a_spool_that_systemd_removes_at_logout_is_a_warning(
     assert f"loginctl enable-linger {user.pw_name}" in found.todo
     asked = (logind / "bin/busctl.asked").read_text().split()
     assert asked[1:] == ["org.freedesktop.login1", "/org/freedesktop/login1", asked[3], "RemoveIPC"]
-
-
-def test_a_spool_that_systemd_leaves_alone_is_no_warning(
-    logind: Path, user: pwd.struct_passwd, tmp_path: Path
-) -> None:
-    spool, uid = Path("/dev/shm/trinity_sync-test"), user.pw_uid
-    (logind / "answer").write_text("b true\n")
     assert check_logout(spool, 0, logind) is None  # root's, as those of system users, stay
-    assert check_logout(tmp_path, uid, logind) is None
+    assert check_logout(logind, uid, logind) is None
     (logind / "answer").write_text("b false\n")
     assert check_logout(spool, uid, logind) is None
     (logind / "answer").write_text("b true\n")

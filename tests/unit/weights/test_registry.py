@@ -99,7 +99,6 @@ def test_a_rewind_restores_what_the_runs_it_undoes_had_superseded() -> None:
     [
         (10, None, True),
         (11, None, False),
-        (14, None, False),  # unknown
         (13, None, True),  # run 1's, which training has left
         (9, 2, True),
         (11, 2, False),
@@ -114,6 +113,11 @@ def test_a_version_is_newer_by_run_and_step(than: int, run: int | None, newer: b
     registry.record(version(2, 11), 5.0)
     step_or_version = than if run is None else version(run, than)
     assert (registry.newer(step_or_version) is not None) == newer
+
+
+def test_a_reader_of_an_unknown_step_waits_for_a_later_one() -> None:
+    assert registry_of((1, 10)).newer(12) is None
+    assert VersionRegistry().newer(-1) is None
 
 
 def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast() -> None:
