@@ -195,32 +195,25 @@ def test_files_stay_below_their_size_and_an_index_names_them(
     assert same(loaded.state_dict(), model.state_dict())
 
 
-def test_tied_weights_are_written_once_as_save_pretrained_does(
-    job: Job, commit: Commit, tmp_path: Path
+@pytest.mark.parametrize("kind", ["tied weights", "experts"])
+def test_weights_are_written_as_save_pretrained_does(
+    job: Job, commit: Commit, tmp_path: Path, kind: str
 ) -> None:
+    """Tied ones once; experts one by one, which transformers fuses while it loads a model."""
     model = tiny(tied=True)
+    if kind == "experts":
+        experts = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
+        size = {"inner": 24, "layers": 2, "key_heads": 1, "head_dim": 8}
+        config = configure(Qwen3MoeConfig, 17, 16, **size, **experts)
+        model = AutoModelForCausalLM.from_config(config)
     commit(shards(model.state_dict(), (2,)), model.config)
-    export_step(job.root, 1, to=tmp_path / "out")
-    model.save_pretrained(tmp_path / "theirs")
-    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert same(loaded.state_dict(), model.state_dict())
-
-
-def test_experts_are_written_as_they_are_published(
-    job: Job, commit: Commit, tmp_path: Path
-) -> None:
-    """transformers fuses them while it loads a model, and trains them so."""
-    torch.manual_seed(0)
-    experts = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
-    size = {"inner": 24, "layers": 2, "key_heads": 1, "head_dim": 8}
-    config = configure(Qwen3MoeConfig, 17, 16, **size, **experts)
-    model = AutoModelForCausalLM.from_config(config)
-    commit(shards(model.state_dict(), (2,)), config)
     export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=5000)
     model.save_pretrained(tmp_path / "theirs")
     assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert same(loaded.state_dict(), model.state_dict())
+    is_tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert is_tied == (kind == "tied weights")
 
 
 @pytest.mark.parametrize(
@@ -396,7 +389,8 @@ def test_what_cannot_work_is_a_sentence_and_changes_nothing(
 
 def test_an_export_request_keeps_its_step_until_it_ends(job: Job, commit: Commit) -> None:
     model = tiny()
-    commit(shards(model.state_dict(), (2,)), model.config, export="hf_model")
+    ranks = shards(model.state_dict(), (2,))
+    commit(ranks, model.config, export="hf_model")
     assert list_pending_exports(job.root, require_committed(job.root, 1)) == ["actor"]
     in_the_way = job.root / ".trinity_sync/exports"
     in_the_way.write_text("")
@@ -410,47 +404,33 @@ def test_an_export_request_keeps_its_step_until_it_ends(job: Job, commit: Commit
     done = require_committed(job.root, 1)
     assert list_missing_exports(done) == []
     assert done.failed_exports == ()
-
-
-def test_a_retry_of_a_save_keeps_the_export_that_it_requested(job: Job, commit: Commit) -> None:
-    model = tiny()
-    ranks = shards(model.state_dict(), (2,))
-    commit(ranks, model.config, export="hf_model")
-    run_export_request(job.root, 1, 1, "actor")
-    before = require_committed(job.root, 1)
-    commit(ranks, model.config, export="hf_model")
+    commit(ranks, model.config, export="hf_model")  # a retry keeps it
     after = require_committed(job.root, 1)
-    assert after.exports == before.exports == {"actor": "hf_model"}
+    assert after.exports == done.exports == {"actor": "hf_model"}
     assert list_missing_exports(after) == []
 
 
-def test_a_later_run_inherits_the_export_request_of_its_checkpoint(
-    job: Job, commit: Commit
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_later_run_inherits_the_export_request_of_its_checkpoint_unless_that_has_failed(
+    job: Job, commit: Commit, has_failed: bool
 ) -> None:
     model = tiny()
     ranks = shards(model.state_dict(), (2,))
     commit(ranks, model.config, export="hf_model")
+    if has_failed:
+        fail_export_request(job.root, 1, 1, "actor")
     open_run(job.root, "second", 1)
     for rank, state in enumerate(ranks):
         job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
     job.commit(1, run=2, kind="state_dict")
+    if has_failed:
+        assert list_missing_exports(require_committed(job.root, 1)) == []
+        return
     # by the first run's flow, whose step it was
     fail_export_request(job.root, 1, 1, "actor")
     assert list_pending_exports(job.root, require_committed(job.root, 1)) == ["actor"]
     run_export_request(job.root, 2, 1, "actor")
     assert is_exported(require_committed(job.root, 1), "actor")
-
-
-def test_a_later_run_does_not_inherit_an_export_that_failed(job: Job, commit: Commit) -> None:
-    model = tiny()
-    ranks = shards(model.state_dict(), (2,))
-    commit(ranks, model.config, export="hf_model")
-    fail_export_request(job.root, 1, 1, "actor")
-    open_run(job.root, "second", 1)
-    for rank, state in enumerate(ranks):
-        job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
-    job.commit(1, run=2, kind="state_dict")
-    assert list_missing_exports(require_committed(job.root, 1)) == []
 
 
 def test_states_that_are_no_fsdp_model_are_refused(

@@ -525,6 +525,9 @@ def test_the_tensors_of_an_adapter_alone_are_published_as_peft_reads_them(
     versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "adapter")
     published = publish(job, versions, folder, 1, state)
+    assert {path.name for path in published.iterdir()} == {
+        *("adapter_model.safetensors", "adapter_config.json", "version.json")
+    }
     assert torch.equal(
         compute(PeftModel.from_pretrained(load(kind, base), published)), compute(trained)
     )

@@ -187,6 +187,10 @@ def test_a_refusal_ends_the_update_and_the_engine_goes_on(
             updater.update(pause="keep")
         assert engine.calls[-3:] == ["/update_weights", "/resume", "/finish_weight_update"]
         assert updater.get_served_step() is None
+        engine.failing = ["/pause"]
+        with pytest.raises(WeightSyncError, match="/pause answered"):
+            updater.update()
+        assert engine.calls[-2:] == ["/resume", "/finish_weight_update"]
 
 
 def test_following_updates_at_each_version(
@@ -331,16 +335,6 @@ def test_an_engine_that_was_started_again_gets_the_newest_version_again(
         engine.failing = ["/weight_info"]  # as it does before it is up
         assert next(steps) == updater.get_served_step() == 1
         assert engine.weights["w"].unique().tolist() == [1]
-
-
-def test_a_pause_that_fails_is_ended(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
-) -> None:
-    publish(saves, 1)
-    engine.failing = ["/pause"]
-    with VLLMUpdater(url, root) as updater, pytest.raises(WeightSyncError, match="/pause answered"):
-        updater.update()
-    assert engine.calls[-2:] == ["/resume", "/finish_weight_update"]
 
 
 def test_a_resumed_run_below_the_least_step_is_waited_for(
