@@ -45,7 +45,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "200"})
 
 
-def test_the_list_of_steps_says_what_is_wrong_with_which(root: Path) -> None:
+def test_ls_show_and_report_say_what_is_wrong_with_which_step(root: Path, tmp_path: Path) -> None:
     bad, good = run("ls", root).stdout.splitlines()
     assert BAD in bad
     assert SAME in bad
@@ -55,9 +55,6 @@ def test_the_list_of_steps_says_what_is_wrong_with_which(root: Path) -> None:
     model, optim = rows[0]["health"]
     assert (model["component"], model["nonfinite"], model["nonfinite_ranks"]) == ("model", 2, [0])
     assert optim["unchanged_since"] == 10
-
-
-def test_a_step_is_shown_with_norms_and_with_what_is_wrong(root: Path) -> None:
     shown = run("show", root, 20).stdout
     assert "actor\tmodel\t2\t80\t20\t2\t" in shown
     assert f"warn: {BAD}\nwarn: {SAME}\n" in shown
@@ -66,9 +63,6 @@ def test_a_step_is_shown_with_norms_and_with_what_is_wrong(root: Path) -> None:
     assert "has no healthy checkpoint" not in run("show", root, "healthy~1").stdout
     assert run("show", root, "healthy~1").exit_code == 1
     assert "choose another tag" in run("pin", root, 10, "--name", "healthy").stderr
-
-
-def test_the_report_has_what_is_wrong_with_the_newest_step(root: Path, tmp_path: Path) -> None:
     report = collect_report(Settings(home=tmp_path, spool=tmp_path), root)
     assert f"step 20: {BAD}" in report.health.problems
     assert f"<span class=bad>{BAD}</span>" in render_report(report)

@@ -39,13 +39,8 @@ def test_what_is_named_counts_instead_of_the_stacks_part(
     url = "http://prefect.internal/api"
     there = STACK.with_external(url, "")
     assert (there.api_url, there.ray_auth) == (url, STACK.ray_auth)
-
-
-def test_a_server_that_is_not_the_stacks_is_asked_with_the_callers_profile(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path)
     ours = str(tmp_path / "prefect")
     assert build_environment(settings, StackSettings(), STACK)["PREFECT_HOME"] == ours
-    there = STACK.with_external("http://prefect.internal/api", "")
     assert build_environment(settings, StackSettings(), there).get("PREFECT_HOME") != ours
 
 

@@ -111,11 +111,6 @@ def test_a_root_that_hangs_is_left_out_although_another_fails(job: Job, other: J
         assert calls.count(job.root) == 1
 
 
-def test_the_other_jobs_are_known(job: Job, other: Job, settings: Settings) -> None:
-    with hanging(job.root):
-        assert list_known_roots(settings) == [other.root]
-
-
 @pytest.mark.parametrize("flow", ["retention", "reconcile"])
 def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
     job: Job, other: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, flow: str
@@ -148,7 +143,9 @@ def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
     thread.join()
 
 
-def test_metrics_show_the_other_jobs(job: Job, other: Job, settings: Settings) -> None:
+def test_the_other_jobs_are_known_and_shown_by_metrics(
+    job: Job, other: Job, settings: Settings
+) -> None:
     observer = RootObserver(settings, StackSettings(), lambda *_: None)
 
     def jobs() -> set[str]:
@@ -161,6 +158,8 @@ def test_metrics_show_the_other_jobs(job: Job, other: Job, settings: Settings) -
         assert jobs() == {other.spool.folder.name}
     while jobs() != names:
         time.sleep(0.01)
+    with hanging(job.root):
+        assert list_known_roots(settings) == [other.root]
 
 
 def test_orphaned_saves_of_other_jobs_are_served_at_every_poll(

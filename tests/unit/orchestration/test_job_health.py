@@ -57,7 +57,7 @@ def test_the_time_between_two_runs_is_no_interval() -> None:
     assert measure_interval(EVERY_100_S[:2]) is None
 
 
-def test_a_failure_since_the_last_commit_makes_the_job_failed() -> None:
+def test_a_failure_since_the_last_commit_makes_a_job_failed_unless_it_was_superseded() -> None:
     failures = group_failures("/ckpts", [ended(110, "Failed", "disk full", NOW + 5)], [], set())
     health = judge_health(EVERY_100_S, STEPS, failures, [], NOW + 10)
     assert (health.status, health.sentence) == (
@@ -66,9 +66,6 @@ def test_a_failure_since_the_last_commit_makes_the_job_failed() -> None:
     )
     recovered = [*EVERY_100_S, saved(120, NOW + 8)]
     assert judge_health(recovered, STEPS, failures, [], NOW + 10).status == "ok"
-
-
-def test_a_superseded_save_is_no_failure() -> None:
     failures = group_failures("/ckpts", [ended(110, "Superseded", "", NOW + 5)], [], set())
     assert not failures[0].is_open
     assert judge_health(EVERY_100_S, STEPS, failures, [], NOW + 10).status == "ok"

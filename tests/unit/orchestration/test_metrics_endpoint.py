@@ -114,7 +114,9 @@ def newest_step(port: int) -> float:
     return found[0]
 
 
-def test_images_that_wait_and_memory_can_be_scraped(job: Job, tmp_path: Path) -> None:
+def test_images_that_wait_and_free_memory_can_be_scraped_also_before_a_save(
+    job: Job, tmp_path: Path
+) -> None:
     spool = job.spool.folder.parent
     settings = Settings(home=tmp_path, spool=spool)
     port = WorkerMetrics().serve(settings, at(free_port()))
@@ -128,9 +130,6 @@ def test_images_that_wait_and_memory_can_be_scraped(job: Job, tmp_path: Path) ->
     job.commit(3)
     found = scraped(port)
     assert found["trinity_sync_pending_images",] == found["trinity_sync_pending_age_seconds",] == 0
-
-
-def test_a_worker_without_a_save_yet_says_how_much_memory_is_free(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, spool=tmp_path / "shm/none")
     port = WorkerMetrics().serve(settings, at(free_port()))
     assert scraped(port)["trinity_sync_spool_free_bytes",] > 0

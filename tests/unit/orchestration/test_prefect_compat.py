@@ -131,11 +131,8 @@ def test_a_server_that_lacks_a_name_is_refused_by_that_name(
         prefect_compat.wrap_vacuum_session(lambda session: session)
 
 
-def test_the_supported_versions_are_those_of_the_requirements() -> None:
+def test_the_supported_versions_are_those_of_the_requirements_and_the_tests_run_on_one() -> None:
     requirements = (PROJECT / "pyproject.toml").read_text()
     assert f'"prefect{prefect_compat.SUPPORTED}",' in requirements
-
-
-def test_the_tests_run_on_a_supported_version() -> None:
     specifiers = pytest.importorskip("packaging.specifiers")
     assert prefect.__version__ in specifiers.SpecifierSet(prefect_compat.SUPPORTED)

@@ -21,15 +21,12 @@ def schedules(**settings: Any) -> dict[str, DeploymentScheduleCreate]:
     return {schedule.slug.partition(":")[0]: schedule for schedule in made}
 
 
-def test_by_default_everything_is_scheduled() -> None:
+def test_everything_is_scheduled_unless_the_settings_say_otherwise() -> None:
     made = schedules()
     assert {name for name in made if made[name].active} == {"nightly", "repair", "hourly"}
     assert made["nightly"].parameters == {"sample_percent": 2}
     assert made["repair"].schedule.interval == timedelta(minutes=15)
     assert {schedule.schedule.timezone for schedule in made.values()} == {"Europe/Berlin"}
-
-
-def test_the_settings_say_how_much_is_read_and_when() -> None:
     made = schedules(verify="off", repair="1h", timezone="UTC")
     assert not made["nightly"].active
     assert made["repair"].schedule.interval == timedelta(hours=1)

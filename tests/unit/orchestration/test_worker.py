@@ -192,9 +192,6 @@ def test_a_job_whose_runs_hang_gets_no_more_than_half_of_a_queue(
     end("C")
     assert begin(due) == ""
     assert begin(due_runs(uuid4(), "A")) == "A"  # of another queue
-
-
-def test_the_burst_of_a_job_is_not_first_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__MAX_RUNS", "8")
     worker = TrinitySyncWorker(work_pool_name="any")
     begun = worker.select_runs(due_runs(uuid4(), "AAAABBC"))

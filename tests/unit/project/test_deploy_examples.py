@@ -130,16 +130,12 @@ def test_the_images_that_are_named_are_targets_of_the_dockerfile() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))
-def test_every_setting_of_prefect_exists(name: str) -> None:
+def test_settings_of_prefect_exist_and_passwords_come_from_elsewhere(name: str) -> None:
     from prefect.settings import get_current_settings
     from prefect.settings.legacy import _get_valid_setting_names
 
     named = set(re.findall(r"PREFECT_[A-Z_]+", "\n".join(texts(loaded(name)))))
     assert named - {"PREFECT_AUTH"} <= _get_valid_setting_names(type(get_current_settings()))
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.yaml")))
-def test_passwords_come_from_elsewhere(name: str) -> None:
     for text in texts(loaded(name)):
         for password in re.findall(r"//[^/@]*:([^/@]*)@", text):
             assert password.startswith("${")

@@ -50,19 +50,16 @@ def test_every_row_is_shown_by_a_test_that_exists(page: str, count: int) -> None
     assert [name for name in cited if name.removeprefix("test_") not in there] == []
 
 
-def test_every_test_in_the_table_of_engines_exists() -> None:
+def test_every_test_in_the_table_of_engines_and_every_file_of_tests_that_is_cited_exists() -> None:
     cited = re.findall(r"`(test_\w+)`", (DOCS / "reference/engines.md").read_text())
     assert len(cited) > 15
     assert [name for name in cited if f"def {name}(" not in TESTS] == []
-
-
-def test_every_file_of_tests_that_is_cited_exists() -> None:
-    cited = {
+    files = {
         path
         for document in DOCUMENTS
         for path in re.findall(r"tests/[\w/]+\.py", document.read_text())
     }
-    assert [path for path in sorted(cited | {*NFS}) if not (REPOSITORY / path).exists()] == []
+    assert [path for path in sorted(files | {*NFS}) if not (REPOSITORY / path).exists()] == []
 
 
 def test_a_unit_test_is_in_the_folder_of_its_package() -> None:

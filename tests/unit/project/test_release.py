@@ -43,7 +43,7 @@ def test_no_link_of_the_page_leads_nowhere_where_no_repository_is_named() -> Non
     assert "mermaid" not in shown["readme"]["text"]
 
 
-def test_the_page_links_to_the_files_of_its_version_in_the_repository_that_releases_it() -> None:
+def test_the_page_links_to_the_files_of_its_version_or_the_site_of_the_release() -> None:
     url = "https://git.example.org/us/trinity_sync"
     shown = metadata(url)
     files = f"{url}/blob/v{shown['version']}/"
@@ -51,10 +51,7 @@ def test_the_page_links_to_the_files_of_its_version_in_the_repository_that_relea
     assert len(linked) > 40
     assert all((PROJECT / each.partition("#")[0]).is_file() for each in linked)
     assert shown["urls"]["Issues"] == f"{url}/issues"
-
-
-def test_the_page_links_to_the_site_where_the_release_names_one() -> None:
-    shown = metadata("https://git.example.org/us/trinity_sync", "https://us.example.org/")
+    shown = metadata(url, "https://us.example.org/")
     assert "https://us.example.org/how-to/preemption.html#slurm" in links_of(shown)
     assert not [link for link in links_of(shown) if "/docs/" in link]
     assert shown["urls"]["Documentation"] == "https://us.example.org"

@@ -282,11 +282,6 @@ def test_images_are_taken_from_the_jobs_own_spool_alone(job: Job, tmp_path: Path
     with pytest.raises(SpoolError, match="open to other users"):
         get_job_spool(job.spool.folder, job.save(1))
     job.spool.folder.chmod(0o700)
-
-
-def test_a_task_reads_and_writes_nothing_for_the_spool_of_another_job(
-    job: Job, tmp_path: Path
-) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     (sealed,) = job.spool.tickets()[0]
     other = tmp_path / "other"
@@ -440,9 +435,6 @@ def test_a_server_that_answers_without_its_password_is_refused() -> None:
         services.require_refusals(none, replace(own, api_url=url))
     with pytest.raises(StackError, match=r"cannot check that the Prefect server .* requires"):
         services.require_refusals(StackSettings(), replace(own, api_url=url))
-
-
-def test_what_answers_a_call_to_ray_neither_way_is_not_taken_for_a_refusal() -> None:
     with (
         server({}) as url,
         pytest.raises(StackError, match=r"cannot check that the Ray cluster .* requires"),

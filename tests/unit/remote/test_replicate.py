@@ -472,7 +472,7 @@ def test_the_copy_of_an_earlier_run_takes_the_place_of_no_step(
     assert read_manifest(job.root, 4) == mine
 
 
-def test_a_bucket_that_refuses_writes_is_a_sentence(
+def test_a_bucket_that_refuses_writes_or_is_missing_is_a_sentence(
     commit: Callable[..., Job], s3: boto3.client, bucket: str
 ) -> None:
     deny = {
@@ -488,11 +488,8 @@ def test_a_bucket_that_refuses_writes_is_a_sentence(
         replicate(job.root, f"s3://{bucket}/job", 4)
     assert SECRET not in str(refused.value)
     assert list_leases(job.root) == []
-
-
-def test_a_bucket_that_is_missing_is_a_sentence(commit: Callable[..., Job], s3: object) -> None:
     with pytest.raises(RemoteError, match="bucket does not exist"):
-        replicate(commit(4).root, "s3://no-such-bucket/job", 4)
+        replicate(job.root, "s3://no-such-bucket/job", 4)
 
 
 @pytest.mark.parametrize("url", ["bucket/job", "s3://", "nonsense://x/y"])

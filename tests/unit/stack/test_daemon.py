@@ -271,12 +271,9 @@ def test_looks_at_a_server_that_starts_leave_it_the_cpu() -> None:
     assert time.process_time() - began < 0.2  # with authorities for TLS, 0.7 s
 
 
-def test_a_port_is_free_and_not_one_that_outgoing_connections_get() -> None:
+def test_a_port_is_free_not_one_of_outgoing_connections_and_not_always_the_same() -> None:
     first = int(daemon.RANGE.read_text().split()[0])
     assert 1024 <= daemon.free_port() < first
-
-
-def test_processes_that_are_seeded_alike_do_not_ask_for_the_same_ports() -> None:
     found = set()
     for _ in range(20):
         random.seed(0)

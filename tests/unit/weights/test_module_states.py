@@ -245,25 +245,24 @@ def test_a_state_in_the_place_of_its_module_is_refused_where_it_has_copies(
     assert torch.equal(before, target.weight)  # type: ignore[arg-type]
 
 
-def test_a_state_without_extra_state_or_module_is_filled_as_before(job: Job) -> None:
+def test_a_state_without_extra_state_is_filled_and_one_with_a_tensor_of_its_user_as_a_plain_dict(
+    job: Job,
+) -> None:
     save(job, 1, Nothing().state_dict())
     own, gone = Nothing(), Nothing().state_dict()
     for target in (own.state_dict(), gone):
         Checkpoints(job.root).load_into(1, target)
     fill_states(job.root, read_manifest(job.root, 1), "actor", {"model": own.state_dict()})  # type: ignore[arg-type]
     assert torch.equal(own.weight, gone["weight"])
-
-
-def test_a_tensor_that_its_user_has_put_into_a_state_is_filled_in_a_plain_dict(job: Job) -> None:
-    saved, own = nn.Linear(4, 4), nn.Linear(4, 4)
-    save(job, 1, saved.state_dict())
-    state = own.state_dict()
+    saved, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    save(job, 2, saved.state_dict())
+    state = other.state_dict()
     state["bias"] = torch.zeros(4)
     with pytest.raises(WeightSyncError, match=r"bias is extra state or a copy, .*dict\(state\)"):
-        Checkpoints(job.root).load_into(1, state)
-    Checkpoints(job.root).load_into(1, dict(state))
+        Checkpoints(job.root).load_into(2, state)
+    Checkpoints(job.root).load_into(2, dict(state))
     assert torch.equal(state["bias"], saved.bias)
-    assert torch.equal(own.weight, saved.weight)
+    assert torch.equal(other.weight, saved.weight)
 
 
 def test_extra_state_of_a_version_that_a_module_has_not_is_refused(job: Job) -> None:

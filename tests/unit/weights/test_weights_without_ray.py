@@ -196,11 +196,13 @@ def test_an_upload_takes_the_model_its_state_or_what_returns_it(
     assert torch.equal(loaded.weight, module.weight)
 
 
-def test_a_reader_may_be_given_the_root_first(job: Job) -> None:
+def test_a_reader_may_be_given_the_root_first_and_needs_one(job: Job) -> None:
     save(job, 4, weights(4))
     for root in (job.root, str(job.root)):
         with WeightReader(root, name="reader") as reader:
             assert reader.load_into(weights(0)) == 4
+    with pytest.raises(ConfigError, match="reader explorer has to know the job; pass root"):
+        WeightReader(name="explorer")
 
 
 def test_a_loop_without_asyncio_takes_each_version(job: Job, registry: FileRegistry) -> None:
@@ -357,11 +359,6 @@ def test_a_commit_that_died_before_the_pointer_is_found_by_a_scan(job: Job) -> N
     (job.root / "latest_state_dict_iteration.txt").write_text(pointer)
     assert found(notification.find_newest([])) == (1, 2, "checkpoint")
     assert found(notification.find_newest([], scan=True)) == (1, 3, "checkpoint")
-
-
-def test_a_reader_without_a_job_is_refused() -> None:
-    with pytest.raises(ConfigError, match="reader explorer has to know the job; pass root"):
-        WeightReader(name="explorer")
 
 
 def test_calls_that_need_ray_say_so_without_it(job: Job) -> None:
