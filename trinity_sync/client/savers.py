@@ -30,6 +30,7 @@ from trinity_sync.errors import (
     ImageError,
     SaveTimeoutError,
     TrinitySyncError,
+    WeightSyncError,
     describe_error,
 )
 from trinity_sync.fs.atomic import walk_files
@@ -45,7 +46,6 @@ from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import is_own_file, read_run_manifest
 from trinity_sync.storage.replace import displace_step, exclude_writes
 from trinity_sync.storage.save_functions import CallableStatus, write_status
-from trinity_sync.weights.versions import VersionUnavailableError, make_shard
 
 logger = logging.getLogger(__name__)
 
@@ -579,14 +579,16 @@ class UploadCheck:
         try:
             if read_job_settings(self._root).on_nonfinite == "refuse":
                 self._require_finite(tag)
-        except VersionUnavailableError as error:
+        except WeightSyncError as error:
             self._failures.append(str(error))
             logger.error("Readers refuse what is published: %s", error)
         except Exception as error:  # the root or the spool is gone
             logger.warning("step %d of %s is not looked at: %s", tag.step, self._root, error)
 
     def _require_finite(self, tag: VersionTag) -> None:
-        from trinity_sync.weights.version_view import require_finite  # of readers, for this alone
+        # of readers, for this alone
+        from trinity_sync.weights.version_view import require_finite
+        from trinity_sync.weights.versions import make_shard
 
         found = self._spool.list_versions(tag.role)
         for slot in [slot for slot, each in found if each == tag]:
