@@ -132,7 +132,7 @@ def lease_to_read(
     lease = _LeaseRecord(step, holder, read_process_namespace(), process, ttl_s)
     with ExitStack() as leased:
         try:
-            with prevent_removal(root, step, paths=paths) as manifest:
+            with _prevent_removal(root, step, paths=paths) as manifest:
                 make_folder(path.parent)
                 replace_file(path, encode_record(lease))
                 leased.callback(_release, path, process)
@@ -191,7 +191,7 @@ def acquire_removal_lock(root: str | Path) -> AbstractContextManager[LockFile]:
 
 
 @contextmanager
-def prevent_removal(
+def _prevent_removal(
     root: str | Path, step: int, *, shared: bool = True, paths: Collection[str] | None = None
 ) -> Iterator[Manifest]:
     """Prevent the removal of a step within the block, and yield its manifest.
@@ -279,7 +279,7 @@ def pin(root: str | Path, step: int, reason: str = "") -> Pin:
     Raises:
         CommitError: the step is not committed, or corrupted.
     """
-    with prevent_removal(root, step):
+    with _prevent_removal(root, step):
         return _write_pin(_pin_file(root, step), _PinRecord(step, reason, time.time()))
 
 
@@ -307,7 +307,7 @@ def tag(root: str | Path, step: int, name: str, reason: str = "", *, force: bool
         raise ConfigError(f"tag {name!r} looks like a step number; add a letter to it")
     if name in ("latest", "healthy"):
         raise ConfigError(f"{name} always names the newest such checkpoint; choose another tag")
-    with prevent_removal(root, step, shared=False) as now:  # no other process adds it
+    with _prevent_removal(root, step, shared=False) as now:  # no other process adds it
         path = _pin_file(root, name)
         before = None if force else _read_pin(path)
         if before and before.step != step:
