@@ -28,14 +28,24 @@ saves = CheckpointCoordinator(sys.argv[1])
 start = saves.latest_step() or 0
 if start:
     print(start, saves.load(start)["model"]["w"].unique().item(), flush=True)
+class Ending:
+    def __reduce__(self):  # called while it is staged
+        end_saver()
+        return int, ()
+def end_saver():
+    for saver in psutil.process_iter(["cmdline"]):
+        if (saver.info["cmdline"] or [""])[3:4] == [str(saves.settings.spool)]:
+            saver.kill()
+            saver.wait()
 for step in (start + 1, start + 2):
+    optim = {"step": step}
     if step > 1 and "saver dies" in sys.argv:
         saves.wait_all(60)
-        for saver in psutil.process_iter(["cmdline"]):
-            if (saver.info["cmdline"] or [""])[3:4] == [str(saves.settings.spool)]:
-                saver.kill()
-                saver.wait()
-    saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": {"step": step}})
+        end_saver()
+    if step > 1 and "saver dies in the save" in sys.argv:
+        saves.wait_all(60)
+        optim[""] = Ending()
+    saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": optim})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -108,12 +108,17 @@ class CommitWatcher:
         images: Collection[str] = (),
         exports: str = "",
         submit: bool = False,
+        has_saver: bool = False,
     ) -> None:
         """Follow a save, and the export of a role's model if one is named; return at once.
 
         This process wakes the saver only with ``submit``. ``images`` are the random names of its
-        images, all of which have to be part of the commit.
+        images, all of which have to be part of the commit. A process that ``has_saver`` starts it
+        again if it has ended, or was killed, while the save was staged.
         """
+        if has_saver:
+            with suppress(Exception):  # `send` tries again
+                self.begin(is_submitted=True)
         if submit:
             self._trigger.submit(request)
         now, key = time.monotonic(), request.key
@@ -128,10 +133,11 @@ class CommitWatcher:
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
-    def begin(self, *, waits: bool = False) -> None:
+    def begin(self, *, waits: bool = False, is_submitted: bool = False) -> None:
         """Have everything ready that commits a save after the death of this process.
 
-        A process that ``waits`` for saves calls `hurry` as well.
+        A process that ``waits`` for saves calls `hurry` as well. Of a save that ``is_submitted``,
+        nothing but the saver may be missing.
 
         Raises:
             SaveError: the saver cannot be started.
@@ -139,7 +145,8 @@ class CommitWatcher:
         with suppress(OSError, SpoolError):  # staging tells why, and the request is retried
             is_new = self._spool.make()
             # otherwise the thread prepares all once the save is submitted
-            self._trigger.begin(self._spool.folder.name, again=self._leads and not is_new)
+            again = (self._leads or is_submitted) and not is_new
+            self._trigger.begin(self._spool.folder.name, again=again, is_submitted=is_submitted)
         if waits:
             self.hurry()
 

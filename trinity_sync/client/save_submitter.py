@@ -215,6 +215,7 @@ class SaveSubmitter:
             images=staged.images,
             exports=origin.role if origin.export else "",
             submit=self.rank == 0,
+            has_saver=self.is_first,
         )
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
@@ -251,7 +252,7 @@ class SaveSubmitter:
         self.monitored = {k: v for k, v in self.monitored.items() if k[0] == step}
         self.monitored[step, kind] = request.key
         self.run.note_saved(step, self.roles, kind)
-        self.watcher.follow(request, submit=True)
+        self.watcher.follow(request, submit=True, has_saver=self.is_first)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
         """Return the last attempt of a save."""

@@ -94,16 +94,17 @@ class SaveTrigger:
         else:
             self._after_s = 0.0
 
-    def begin(self, job: str, *, again: bool = False) -> None:
+    def begin(self, job: str, *, again: bool = False, is_submitted: bool = False) -> None:
         """Start the saver, if it is needed: a save of a job that follows outlives this process.
 
         If an earlier call has found all else, it is called ``again``, and a saver that lives is not
-        woken.
+        woken. It is called once more when the save ``is_submitted``.
 
         Raises:
             SaveError: no stack is known, and the saver cannot be started.
         """
-        self._hurry_s = math.inf
+        if not is_submitted:
+            self._hurry_s = math.inf
         if not self._has_begun:  # later, `send` reads the stack's file
             self._find_stack()
             self._has_begun = True

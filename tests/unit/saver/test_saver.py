@@ -589,10 +589,11 @@ def test_a_saver_does_not_wait_for_what_has_vanished(job: Job, settings: Setting
     assert not saver._look()
 
 
+@pytest.mark.parametrize("when", ["saver dies", "saver dies in the save"])
 def test_a_save_after_the_end_of_its_saver_outlives_the_trainer(
-    tmp_path: Path, settings: Settings
+    tmp_path: Path, settings: Settings, when: str
 ) -> None:
-    train(tmp_path / "ckpts", settings, tmp_path, "saver dies")
+    train(tmp_path / "ckpts", settings, tmp_path, when)
     await_that(
         lambda: read_latest_pointer(tmp_path / "ckpts", "checkpoint") == 2, "step 2 is committed"
     )
