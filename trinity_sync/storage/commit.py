@@ -198,7 +198,8 @@ def _add_to_step(
     Return the manifest of the save; a retry has the time of the first commit, and writes nothing.
     """
     merged = earlier.merge(manifest) if earlier else manifest
-    if earlier and earlier.run < save.run and not manifest.serves("checkpoint"):
+    is_kept = earlier and earlier.run < save.run and earlier.serves("checkpoint")
+    if earlier and is_kept and not manifest.serves("checkpoint"):
         merged = replace(merged, checkpoint_run=earlier.run)
     if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
         finish_manifest(save.root, save.step)

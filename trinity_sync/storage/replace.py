@@ -57,10 +57,11 @@ logger = logging.getLogger(__name__)
 def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bool:
     """Return whether a sync has the same files as an earlier run's checkpoint of the step.
 
-    The checkpoint then stays. This happens when a run begins with a sync of the step that it
-    loaded.
+    The checkpoint then stays, or what retention has left of it. This happens when a run begins with
+    a sync of the step that it loaded.
     """
-    if not earlier.list_lost(manifest.kinds):
+    is_left = earlier.removed and not manifest.serves("checkpoint")
+    if not (is_left or earlier.list_lost(manifest.kinds)):
         return False
     held = {record.path: record.digest for record in earlier.files}
     return read_manifest_state(save.root, earlier, runs=()).state == "valid" and all(

@@ -42,7 +42,7 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
-from trinity_sync.storage.steps_in_use import pin, resolve_step
+from trinity_sync.storage.steps_in_use import pin, resolve_step, unpin
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
 OPTIM = "actor/optim_world_size_1_rank_0.pt"
@@ -259,11 +259,21 @@ def test_a_save_of_the_step_makes_it_whole_again(saved: Job) -> None:
     assert find_newest(saved.root).step == 20
 
 
-def test_a_sync_of_the_step_leaves_it_to_keep_model(saved: Job) -> None:
+@pytest.mark.parametrize("run", [1, 2])
+def test_a_sync_of_the_step_leaves_it_to_keep_model(saved: Job, run: int) -> None:
     prune(saved.root)
-    saved.stage(20, {"model": states(20)["model"]}, kind="state_dict")
-    saved.commit(20, kind="state_dict")
-    assert read_manifest(saved.root, 20).removed == ("extra_state", "optim")
+    pin(saved.root, 20)
+    if run == 2:  # whose weights are those that it has loaded
+        open_run(saved.root, "second", 20, resumed_run=1)
+    saved.commit_states(20, {"model": states(20)["model"]}, run=run, kind="state_dict")
+    now = read_manifest(saved.root, 20)
+    assert (now.run, now.removed, now.checkpoint_run) == (run, ("extra_state", "optim"), 0)
+    assert not (saved.root / ".trinity_sync/quarantine").exists()
+    saved.commit_states(21, {"model": states(21)["model"]}, run=run, kind="state_dict")
+    unpin(saved.root, 20)
+    rules = Rules(parse_policy("last=1"), parse_policy("last=1"), models=parse_policy("every=20"))
+    drive(saved.root, plan_prune(saved.root, rules, now=2e9))
+    assert kept(saved.root)[20] == "weights"
 
 
 def test_a_retry_of_a_save_whose_step_was_reduced_ends_at_once(saved: Job) -> None:
