@@ -519,6 +519,12 @@ def main() -> None:
         stack = StackSettings()
     except ConfigError as error:  # the last line of the log is what trainers tell
         sys.exit(" ".join(str(error).split()))
+    name, *server = sys.argv[2:] or [name_saver()]
+    if not name.endswith(OF_WORKER) and name != name_saver(*(url or None for url in server)):
+        sys.exit(  # it would read no job of the trainer, which would wait for ever
+            f"the trainer has another release of trinity_sync than {Path(__file__).parent}, which "
+            f"{sys.executable} imports. Name the folder of the trainer's in PYTHONPATH"
+        )
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts one for each core otherwise
     saver = Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings(), *sys.argv[2:])
     signal.signal(signal.SIGTERM, saver.hurry)

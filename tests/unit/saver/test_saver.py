@@ -356,6 +356,14 @@ def test_settings_that_no_saver_can_start_with_fail_the_save_with_their_reason(
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
+def test_a_saver_of_another_release_than_its_trainer_is_told_instead_of_waited_for(
+    settings: Settings,
+) -> None:
+    other = f"{name_saver()[:-8]}{0:08}"  # of other formats
+    with pytest.raises(SaveError, match=r"exit code 1: .* another release .* in PYTHONPATH"):
+        await_that(SaverControl(settings.spool, settings.home, name=other).connect, "it ends")
+
+
 def test_a_saver_has_the_files_and_folders_that_its_trainer_names_by_relative_paths(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
