@@ -87,10 +87,7 @@ class RolloutLedger:
                     f"rollouts {known[:5]} were issued before or come twice; give each an id of "
                     "its own"
                 )
-            try:
-                self._record(_Entry("issued", new=new))
-            except (OverflowError, ValueError) as error:
-                raise ConfigError(f"a rollout's id cannot be saved: {error}") from error
+            self._record(_Entry("issued", new=new))
 
     def finish(self, ids: Iterable[Id], versions: Mapping[Id, Versions] | None = None) -> list[Id]:
         """Record that rollouts were generated, and return those that are new, in their order.
@@ -267,7 +264,10 @@ class RolloutLedger:
             return moved
 
     def _record(self, entry: _Entry) -> None:
-        encoded = msgspec.msgpack.encode(entry)  # first: it refuses an int of more than 64 bits
+        try:
+            encoded = msgspec.msgpack.encode(entry)  # first: it refuses an int of more than 64 bits
+        except (OverflowError, ValueError) as error:
+            raise ConfigError(f"an id or version of a rollout cannot be saved: {error}") from error
         first = len(self._ids)
         self._ids += entry.new
         self._places.update((each, first + place) for place, each in enumerate(entry.new))

@@ -192,7 +192,7 @@ def compute_shares(
         first, *later = (ema ** (count - 1 - n) for n in range(count))
         given = [first, *((1 - ema) * each for each in later)]
     given = given or [1.0] * count
-    if len(given) != count or not all(0 < each < math.inf for each in given):
+    if len(given) != count or not all(0 < each < math.inf for each in (*given, sum(given))):
         raise ConfigError(
             f"weights {given} do not fit the steps {', '.join(map(str, steps))}: pass a positive "
             "number for each step"

@@ -320,6 +320,7 @@ def test_what_cannot_be_merged_is_a_sentence_and_changes_nothing(
         (whole, "out", {"weights": [1]}, ConfigError, "positive number for each step"),
         (whole, "out", {"weights": [0, 1]}, ConfigError, "positive number"),
         (whole, "out", {"weights": [1, float("nan")]}, ConfigError, "positive number"),
+        (whole, "out", {"weights": [1e308, 1e308]}, ConfigError, "positive number"),  # all shares 0
         (whole, "out", {"ema": 1.0}, ConfigError, "not between 0 and 1"),
         (whole, "out", {"role": "critic"}, CommitError, "no model of role critic"),
         ("10,40", "out", {}, ConfigError, "10 and 40 do not have the same .* embed.weight differ"),
