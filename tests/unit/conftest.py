@@ -26,6 +26,16 @@ Open = Callable[..., CheckpointCoordinator]
 """Makes the coordinator of a rank."""
 
 
+class Runs:
+    """A pickle that makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
 @pytest.fixture
 def job(tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
     root = tmp_path / "ckpts"

@@ -552,7 +552,9 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_logs_are_followed_before_they_exist(home: dict[str, str], tmp_path: Path) -> None:
+def test_logs_are_followed_before_they_exist_and_end_as_their_pipe_is_closed(
+    home: dict[str, str], tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-f"]
     logs = tmp_path / "home" / "logs"
     logs.mkdir(parents=True)
@@ -567,13 +569,6 @@ def test_logs_are_followed_before_they_exist(home: dict[str, str], tmp_path: Pat
             assert tail.stdout.readline() == "started\n"
         finally:
             tail.kill()
-
-
-def test_logs_end_without_an_error_as_their_pipe_is_closed(
-    home: dict[str, str], tmp_path: Path
-) -> None:
-    logs = tmp_path / "home" / "logs"
-    logs.mkdir(parents=True)
     (logs / "worker.log").write_text("a line\n" * 100_000)
     command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-n", "100000"]
     with subprocess.Popen(

@@ -184,7 +184,9 @@ def test_failures_of_the_journal_are_shown_by_ls_and_wait(journal: Job, server: 
     assert (failed.exit_code, f"50 does not fit ({PAGE})" in failed.stderr) == (1, True)
 
 
-def test_failures_of_the_journal_are_shown_by_runs_and_the_report(journal: Job) -> None:
+def test_failures_of_the_journal_are_shown_by_runs_and_report_unless_superseded(
+    journal: Job,
+) -> None:
     rows = rows_of(run(journal, "runs", journal.root, "--failed", "-o", "json"), "saves")
     assert {row["step"]: row["reason"] for row in rows} == {
         20: "no space left on device",
@@ -199,6 +201,13 @@ def test_failures_of_the_journal_are_shown_by_runs_and_the_report(journal: Job) 
     assert groups["50 does not fit"]["command"] == f"trinity-sync doctor {journal.root}"
     command = f"trinity-sync retry {journal.root} 20"
     assert groups["no space left on device"]["command"] == command
+    open_run(journal.root, "first", 0)
+    open_run(journal.root, "second", 30)
+    done = run(journal, "report", journal.root, "-o", "json")
+    found = json.loads(done.stdout)["report"]["failures"]
+    # by its images, as in `runs`
+    assert [each["steps"] for each in found if each["cause"] == "Failed"] == [[20]]
+    assert {each["command"] for each in found if each["cause"] == "Superseded"} == {None}
 
 
 def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_that_of_a_run_that_has_synced_its_step(
@@ -245,16 +254,6 @@ def test_a_model_that_was_not_exported_is_shown_although_its_step_is_committed(s
     write_manifest(saves.root, replace(found, failed_exports=()))  # as an export does
     failed = run(saves, "runs", saves.root, "--failed", "-o", "json")
     assert {row["step"] for row in rows_of(failed, "saves")} == {20}
-
-
-def test_a_superseded_save_of_the_journal_is_no_failure_of_the_report(journal: Job) -> None:
-    open_run(journal.root, "first", 0)
-    open_run(journal.root, "second", 30)
-    done = run(journal, "report", journal.root, "-o", "json")
-    groups = json.loads(done.stdout)["report"]["failures"]
-    # by its images, as in `runs`
-    assert [each["steps"] for each in groups if each["cause"] == "Failed"] == [[20]]
-    assert {each["command"] for each in groups if each["cause"] == "Superseded"} == {None}
 
 
 def test_where_all_is_well_no_command_is_red_or_speaks_of_a_stack(

@@ -25,6 +25,7 @@ from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.models import configure, tiny
+from tests.unit.formats.test_weight_folder import same
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats import safetensors
 from trinity_sync.formats.hf_export import export_step, run_export_request
@@ -109,13 +110,6 @@ def weights(folder: Path) -> State:
     for path in sorted(folder.glob("*.safetensors")):
         found.update(load_file(path))
     return found
-
-
-def same(left: State, right: State) -> bool:
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
-        for name in left
-    )
 
 
 @pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2), (2, 3)])

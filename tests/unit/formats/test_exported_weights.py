@@ -22,9 +22,6 @@ from peft import (
     get_peft_model_state_dict,
 )
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +31,7 @@ from transformers import (
 
 from tests.support.job import Job
 from tests.support.weights import VersionFile, upload
+from tests.unit.weights.test_weight_reader import WRAPPERS
 from trinity_sync import FolderReader, WeightFolder, WeightReader
 from trinity_sync.errors import ConfigError, ExportError
 from trinity_sync.formats.hf_export import export_step
@@ -135,23 +133,6 @@ KINDS = {
             "text_config": {**SIZES, "rope_parameters": ROPE},
             "vision_config": VISION,
             "tie_word_embeddings": True,
-        },
-        AutoModelForImageTextToText,
-    ),
-    "llava": Kind(
-        "llava",
-        {
-            "text_config": {**SIZES, "model_type": "llama"},
-            "vision_config": {
-                "model_type": "clip_vision_model",
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 8,
-                "patch_size": 4,
-                "projection_dim": 16,
-            },
         },
         AutoModelForImageTextToText,
     ),
@@ -327,20 +308,9 @@ def test_a_head_that_the_trainer_ties_and_the_config_does_not_is_written_twice(
     assert torch.equal(compute(load(kind, published)), compute(trained))
 
 
-def wrap_checkpointed(model: nn.Module) -> nn.Module:
-    apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, nn.Linear))
-    return model
-
-
-WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
-    "compiled": torch.compile,
-    "DataParallel": nn.DataParallel,
-    "both": lambda model: nn.DataParallel(torch.compile(model)),  # type: ignore[arg-type]
-    "activation checkpointing": wrap_checkpointed,
-}
-
-
-@pytest.mark.parametrize("wrapper", mark_slow(WRAPPERS, {"both", "activation checkpointing"}))
+@pytest.mark.parametrize(
+    "wrapper", mark_slow(WRAPPERS.keys() - {"plain"}, {"both", "activation checkpointing"})
+)
 def test_a_wrapped_model_comes_out_as_the_plain_one(job: Job, tmp_path: Path, wrapper: str) -> None:
     kind = KINDS["qwen3_moe"]
     trained = kind.make()

@@ -109,7 +109,7 @@ def test_a_merge_equals_a_mean_in_float64(
     require_digests(step_folder(tmp_path / "out", 3), done.files)
 
 
-def test_steps_of_several_numbers_of_ranks_are_merged_with_equal_shares_except_what_is_excluded(
+def test_steps_of_several_numbers_of_ranks_are_merged_by_shares_or_as_a_moving_average(
     job: Job, states: dict[int, State], tmp_path: Path
 ) -> None:
     merge_steps(job.root, "last=3", tmp_path / "out")
@@ -120,16 +120,11 @@ def test_steps_of_several_numbers_of_ranks_are_merged_with_equal_shares_except_w
     found = load_merged(tmp_path / "other", 30, states[10])
     assert torch.equal(found["router.weight"], states[30]["router.weight"])
     assert not torch.equal(found["embed.weight"], states[30]["embed.weight"])
-
-
-def test_a_moving_average_takes_the_steps_in_their_order(
-    job: Job, states: dict[int, State], tmp_path: Path
-) -> None:
-    done = merge_steps(job.root, "10,20,30", tmp_path / "out", ema=0.75)
+    done = merge_steps(job.root, "10,20,30", tmp_path / "ema", ema=0.75)
     expected = states[10]["exact.weight"]
     for step in (20, 30):
         expected = 0.75 * expected + 0.25 * states[step]["exact.weight"]
-    found = load_merged(tmp_path / "out", 30, states[10])["exact.weight"]
+    found = load_merged(tmp_path / "ema", 30, states[10])["exact.weight"]
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
     assert [each.weight for each in done.parents] == [0.5625, 0.1875, 0.25]
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.disk import flip_a_byte, no_file_above
-from tests.unit.conftest import Open
+from tests.unit.conftest import Open, Runs
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
@@ -339,7 +339,9 @@ def test_values_of_another_user_are_not_unpickled(saves: CheckpointCoordinator) 
         load(saves.root, 7, state)
 
 
-def test_a_step_is_leased_until_it_is_read(saves: CheckpointCoordinator) -> None:
+def test_a_step_is_leased_until_it_is_read_and_a_reader_loads_after_a_load_that_failed(
+    saves: CheckpointCoordinator,
+) -> None:
     save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
     reader = StepReader(saves.root, 7)
     place = reader.read_metadata().storage_meta
@@ -348,13 +350,10 @@ def test_a_step_is_leased_until_it_is_read(saves: CheckpointCoordinator) -> None
     assert [lease.step for lease in list_leases(saves.root)] == [7]
     dcp.load({"w": torch.ones(3)}, storage_reader=reader, no_dist=True)
     assert list_leases(saves.root) == []
-
-
-def test_a_reader_loads_after_a_load_that_failed(saves: CheckpointCoordinator) -> None:
-    reader, found = StepReader(saves.root, 7), {"w": torch.zeros(3)}
-    with pytest.raises(CheckpointException, match=r"step 7 .*not committed"):
+    reader, found = StepReader(saves.root, 8), {"w": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match=r"step 8 .*not committed"):
         dcp.load(found, storage_reader=reader, no_dist=True)
-    save(DcpSaver(saves), 7, {"w": torch.ones(3)}).result(30)
+    save(DcpSaver(saves), 8, {"w": torch.ones(3)}).result(30)
     with pytest.raises(CheckpointException, match="Missing key in checkpoint"):
         dcp.load({"other": torch.zeros(3)}, storage_reader=reader, no_dist=True)
     dcp.load(found, storage_reader=reader, no_dist=True)
@@ -431,16 +430,6 @@ def test_a_step_that_is_committed_again_while_it_is_loaded_is_not_what_is_loaded
     assert found["w"].tolist() == [1.0] * 3
     dcp.load(found, storage_reader=reader, no_dist=True)
     assert found["w"].tolist() == [2.0] * 3
-
-
-class Runs:
-    """A pickle that makes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def test_a_file_that_others_put_in_the_place_of_a_compared_one_runs_nothing(

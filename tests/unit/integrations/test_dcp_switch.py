@@ -116,30 +116,6 @@ def test_a_second_program_with_the_root_and_a_forked_child_save_by_dcp(
         assert not (tmp_path / name / ".trinity_sync.json").exists()
 
 
-OTHER_SAVES = """
-import sys
-import trinity_sync.integrations.dcp.switch
-import torch
-import torch.distributed.checkpoint as dcp
-folder = sys.argv[1] + "/step_1"
-dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
-dcp.save({"w": torch.full((3,), 2.0)}, checkpoint_id=folder, no_dist=True)  # remains DCP's
-state = {"w": torch.zeros(3)}
-dcp.load(state, checkpoint_id=folder)
-print(state["w"].tolist())
-dcp.save({"w": torch.full((3,), 3.0)}, checkpoint_id=folder)
-dcp.load(state, checkpoint_id=folder)
-print(state["w"].tolist())
-"""
-
-
-def test_a_folder_is_loaded_as_the_newest_save_to_it_also_if_that_is_of_dcp_itself(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
-    said, log = run_code(OTHER_SAVES, tmp_path, variables)
-    assert said.splitlines() == ["[2.0, 2.0, 2.0]", "[3.0, 3.0, 3.0]"], log
-
-
 WITH_OWN_PLANNER = """
 import sys
 from pathlib import Path
@@ -159,10 +135,10 @@ for value, call in ((1.0, dcp.save), (2.0, dcp.async_save)):
             done.result()
         if planner is None:
             committed = read_newest()
+        state = {"w": torch.zeros(3)}
+        dcp.load(state, checkpoint_id=folder)  # as the newest save, whoever has made that
+        print(state["w"].tolist())
     assert read_newest() == committed
-    state = {"w": torch.zeros(3)}
-    dcp.load(state, checkpoint_id=folder)
-    print(state["w"].tolist())
 dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
 committed = read_newest()
 writer = dcp.FileSystemWriter(folder)  # without a call of dcp
@@ -176,28 +152,7 @@ def test_a_save_that_remains_that_of_dcp_does_not_write_into_a_committed_step(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
     said, log = run_code(WITH_OWN_PLANNER, tmp_path, variables)
-    assert said.splitlines() == [f"[-{n}.0, -{n}.0, -{n}.0]" for n in (1, 2)], log
-
-
-UNKNOWN_OPTION = """
-import sys
-import trinity_sync.integrations.dcp.switch
-import torch.distributed.checkpoint as dcp
-for call in dcp.save, dcp.async_save:
-    try:
-        call({}, checkpoint_id=sys.argv[1] + "/step_1", of_later=1)
-    except TypeError as error:
-        print(error)
-"""
-
-
-def test_a_call_with_an_option_that_is_not_known_remains_that_of_dcp(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
-    said, log = run_code(UNKNOWN_OPTION, tmp_path, variables)
-    unexpected = "() got an unexpected keyword argument 'of_later'"
-    assert said.splitlines() == ["save" + unexpected, "async_save" + unexpected], log
-    assert not (tmp_path / "step_1").exists()
+    assert said.splitlines() == [str([n] * 3) for n in (1.0, -1.0, 2.0, -2.0)], log
 
 
 LEFT_TO_DCP = """
@@ -218,6 +173,11 @@ for _ in range(2):
     thread = threading.Thread(target=save)
     thread.start()
     thread.join()
+    for call in dcp.save, dcp.async_save:
+        try:
+            call({}, checkpoint_id=sys.argv[1] + "/step_2", of_later=1)
+        except TypeError as error:
+            print(error)
 """
 
 
@@ -225,8 +185,16 @@ def test_what_remains_to_dcp_is_logged_once_for_each_reason(
     tmp_path: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     outside = tmp_path_factory.mktemp("outside")
-    _, log = run_code(LEFT_TO_DCP, tmp_path, variables, outside)
+    said, log = run_code(LEFT_TO_DCP, tmp_path, variables, outside)
+    unexpected = "() got an unexpected keyword argument 'of_later'"
+    assert said.splitlines() == ["save" + unexpected, "async_save" + unexpected] * 2, log
+    assert not (tmp_path / "step_2").exists()
     told = [line for line in log.splitlines() if line.startswith("DCP itself saves")]
-    why = ["with no_dist", "with a planner of another class", "with another thread"]
+    why = [
+        "with no_dist",
+        "with a planner of another class",
+        "with another thread",
+        "with of_later",
+    ]
     why.insert(2, f"to {outside}, which is not next to {tmp_path / 'saves'}")
     assert told == [f"DCP itself saves what is saved {each}" for each in why], log

@@ -29,7 +29,7 @@ def ended(step: int, name: str, message: str, at: float = NOW) -> Failure:
     return Failure(name, message, at, "http://its/page", (1, step, "checkpoint"), retry=retry)
 
 
-def test_a_job_is_late_by_its_own_interval() -> None:
+def test_a_job_is_late_by_its_own_interval_without_the_time_between_two_runs() -> None:
     assert measure_interval(EVERY_100_S) == pytest.approx(100)
     in_time = judge_health(EVERY_100_S, STEPS, [], [], NOW + 250)
     assert (in_time.status, in_time.sentence) == (
@@ -49,9 +49,6 @@ def test_a_job_is_late_by_its_own_interval() -> None:
     assert unknown.sentence.endswith("cannot see whether a training runs")
     submitted = InFlight(110, "checkpoint", "writing", NOW, 1, "")
     assert "in flight" not in judge_health(EVERY_100_S, STEPS, [], [submitted], NOW + 840).sentence
-
-
-def test_the_time_between_two_runs_is_no_interval() -> None:
     resumed = [*EVERY_100_S, *(saved(100 + n, NOW + 9e4 + n, run=2) for n in range(3))]
     assert measure_interval(resumed) == pytest.approx(1)
     assert measure_interval(EVERY_100_S[:2]) is None
@@ -82,7 +79,7 @@ def test_a_model_that_was_not_exported_is_open_until_it_is_although_its_step_is_
     assert (group.is_open, group.remedy) == (False, "Nothing: committed since.")
 
 
-def test_a_corrupted_step_is_a_problem_with_a_command() -> None:
+def test_a_corrupted_step_is_a_problem_with_a_command_and_it_says_what_is_left_to_load() -> None:
     row = row_of(40, "corrupted", "model has other bytes")
     (group,) = group_failures("/my ckpts", [], [row], set())
     assert group.command == "trinity-sync verify '/my ckpts' 40"
@@ -91,9 +88,6 @@ def test_a_corrupted_step_is_a_problem_with_a_command() -> None:
         "ok",
         ("step 40 is corrupted: model has other bytes",),
     )
-
-
-def test_a_job_whose_newest_commit_is_gone_says_what_is_left_to_load() -> None:
     left = [row_of(90, "valid", at=NOW - 100), row_of(100, "corrupted")]
     health = judge_health(EVERY_100_S, left, [], [], NOW + 10, is_running=False)
     assert health.sentence == (

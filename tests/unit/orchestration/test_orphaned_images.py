@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -20,12 +19,12 @@ import torch
 
 from tests.support.answers import serving
 from tests.support.dying import end_of
-from tests.support.forked import Program
 from tests.support.job import Job, find_orphaned_saves
 from tests.support.savers import await_that, end_savers, savers_of
 from tests.unit.conftest import Open
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.prefect_api import PrefectApi
-from trinity_sync.client.save_trigger import SERVER
+from trinity_sync.client.save_trigger import SERVER, SaveTrigger
 from trinity_sync.client.saver_control import SERVED, lock_path
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import add_digest
@@ -42,7 +41,7 @@ from trinity_sync.snapshot.spool import mark_image_failed, open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack.doctor import _check_tickets
 from trinity_sync.storage import commit as commits
-from trinity_sync.storage.commit import commit, free_committed_slots
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import await_node_shards
@@ -181,26 +180,21 @@ def test_a_job_that_cannot_be_looked_at_leaves_the_others_alone_and_is_named_onc
 
 def save_by_a_function_and_die(job: Job, spool: Path) -> None:
     """A trainer that is killed before a server has taken its request."""
-    script = textwrap.dedent(
-        f"""
-        import asyncio, os, signal
-        from pathlib import Path
-        from trinity_sync.client.coordinator import CheckpointCoordinator
-        from trinity_sync.client.save_trigger import SaveTrigger
-        from trinity_sync.settings import Settings
-        settings = Settings(spool=Path({str(spool)!r}))
-        away = SaveTrigger(settings)
-        saves = CheckpointCoordinator({str(job.root)!r}, settings=settings, trigger=away)
-        def write():
-            folder = Path({str(job.root)!r}) / "global_step_5/actor"
-            folder.mkdir(parents=True)
-            (folder / "adapter.bin").write_bytes(b"lora")
+
+    def write() -> None:
+        folder = job.root / "global_step_5/actor"
+        folder.mkdir(parents=True)
+        (folder / "adapter.bin").write_bytes(b"lora")
+
+    def save() -> None:
+        settings = Settings(spool=spool)
+        trigger = SaveTrigger(settings)
+        saves = CheckpointCoordinator(job.root, settings=settings, trigger=trigger)
         saves.save_sync(write, 5)
         asyncio.run(saves.register_and_monitor(5, checkpoint_thread_count=1))
         os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    Program(script).end(-signal.SIGKILL)
+
+    assert end_of(save) == -signal.SIGKILL
 
 
 def commit_functions(request: SaveRequest) -> None:
@@ -210,7 +204,7 @@ def commit_functions(request: SaveRequest) -> None:
     commit(request.save, saved.written, saved.statuses)
 
 
-def test_a_save_of_functions_alone_is_requested_for_a_trainer_that_died(
+def test_a_save_of_functions_alone_is_requested_for_a_trainer_that_died_and_its_commit_finished(
     job: Job, spool_folder: Path
 ) -> None:
     save_by_a_function_and_die(job, spool_folder)
@@ -219,19 +213,8 @@ def test_a_save_of_functions_alone_is_requested_for_a_trainer_that_died(
     assert (request.step, request.kind, request.components) == (5, "checkpoint", ())
     commit_functions(request)
     assert [each.path for each in require_committed(job.root, 5).files] == ["actor/adapter.bin"]
-    free_committed_slots(job.spool, request.save, [])
-    assert not list(job.spool.receipts.iterdir())
-    assert find_orphaned_saves(spool_folder, grace_s=-1) == []
-
-
-def test_a_commit_of_functions_alone_that_died_after_its_manifest_is_finished(
-    job: Job, spool_folder: Path
-) -> None:
-    save_by_a_function_and_die(job, spool_folder)
-    (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
-    commit_functions(request)
     for name in ("latest_checkpointed_iteration.txt", "latest_state_dict_iteration.txt"):
-        (job.root / name).unlink()
+        (job.root / name).unlink()  # as if it had died after its manifest
     mark(job, 5).unlink()
     assert find_orphaned_saves(spool_folder, grace_s=60) == []
     assert read_latest_pointer(job.root, "checkpoint") is None

@@ -119,7 +119,7 @@ def test_a_pointer_moves_to_no_step_that_a_later_run_has_superseded(
         assert read_latest_pointer(job.root, "checkpoint") == newest
 
 
-def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
+def test_a_pointer_at_another_systems_checkpoint_is_left_and_one_that_cannot_be_made_good_reported(
     job: Job, settings: Settings
 ) -> None:
     save(job, 1)
@@ -132,10 +132,6 @@ def test_a_pointer_at_another_systems_checkpoint_is_left_alone(
     shard.rename(step_folder(job.root, 9) / "data.pt")  # what a driver leaves of a lost save
     assert [each.state for each in run(job, settings)] == ["repaired"]
     assert read_latest_pointer(job.root, "checkpoint") == 1
-
-
-def test_a_pointer_that_cannot_be_made_good_is_reported(job: Job, settings: Settings) -> None:
-    save(job, 1)
     (step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt").unlink()
     found = run(job, settings)
     assert {finding.state for finding in found} == {"left"}
@@ -201,7 +197,9 @@ def test_those_of_a_save_whose_image_waits_are_kept(job: Job, settings: Settings
     assert not folder.exists()
 
 
-def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> None:
+def test_what_a_replaced_step_left_is_removed_unless_its_name_has_what_is_no_commit(
+    job: Job, settings: Settings
+) -> None:
     save(job, 1)
     left = job.root / ".trinity_sync/replacing/global_step_1"
     shutil.copytree(step_folder(job.root, 1), left)
@@ -211,15 +209,7 @@ def test_what_a_replaced_step_left_is_removed(job: Job, settings: Settings) -> N
     assert not left.exists()
     assert not trash.exists()
     require_committed(job.root, 1)
-
-
-def test_a_step_that_lost_its_name_to_what_is_no_commit_is_left(
-    job: Job, settings: Settings
-) -> None:
-    """A save of that number began to write before it was put back."""
-    save(job, 1)
-    left = job.root / ".trinity_sync/replacing/global_step_1.replaced"
-    left.parent.mkdir(parents=True)
+    left = left.with_suffix(".replaced")
     step_folder(job.root, 1).rename(left)
     step_folder(job.root, 1).mkdir()
     what = [(each.what, each.state) for each in run(job, settings)]
@@ -319,7 +309,9 @@ def test_a_root_that_cannot_be_written_does_not_hold_up_the_others(
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
-def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: Settings) -> None:
+def test_steps_that_the_catalog_missed_are_written_into_it_once_it_is_there(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(job, 1, 2)
     (found,) = reconcile(settings, [job.root], None)
     assert (found.what, found.state) == ("catalog", "repaired")
@@ -327,12 +319,6 @@ def test_steps_that_the_catalog_missed_are_written_into_it(job: Job, settings: S
     with open_catalog(get_catalog_url(settings)) as engine:
         assert is_current(engine, job.root)
     assert reconcile(settings, [job.root], None) == []
-
-
-def test_a_catalog_that_is_away_is_said_and_holds_up_nothing(
-    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(job, 1, 2)
     (job.root / "latest_checkpointed_iteration.txt").write_text("1")
     monkeypatch.setenv("TRINITY_SYNC_STACK__CATALOG__URL", "sqlite:////proc/nowhere/catalog.db")
     found = reconcile(settings, [job.root], None)

@@ -67,6 +67,11 @@ def test_the_page_of_a_failure_says_what_failed_what_is_safe_and_what_to_type(jo
         page = describe_failure(job.request(40), SaveFailure(outcome, "why"))  # type: ignore[arg-type]
         assert "trinity-sync retry" not in page
         assert "no longer in memory" in page
+    error = SaveError("cannot write it", path=Path("/ckpts/a.pt"), rank=3)
+    sent = pickle.loads(pickle.dumps(error))  # by Ray
+    failed = make_failed_task("here", "model", sent)
+    assert (failed.what, failed.path) == ("model of rank 3", "/ckpts/a.pt")
+    assert make_failed_task("here", "model", SaveError("no")) == FailedTask("here", "model", "no")
 
 
 def test_the_pages_of_a_save_on_many_nodes_stay_short(job: Job) -> None:
@@ -87,14 +92,6 @@ def test_the_pages_of_a_save_on_many_nodes_stay_short(job: Job) -> None:
     page = describe_commit(job.request(40), manifest, written)
     assert "| model | 3,000 nodes | 3,000 |" in page
     assert len(page) < 10_000
-
-
-def test_a_failed_task_names_its_rank_and_file() -> None:
-    error = SaveError("cannot write it", path=Path("/ckpts/a.pt"), rank=3)
-    sent = pickle.loads(pickle.dumps(error))  # by Ray
-    failed = make_failed_task("here", "model", sent)
-    assert (failed.what, failed.path) == ("model of rank 3", "/ckpts/a.pt")
-    assert make_failed_task("here", "model", SaveError("no")) == FailedTask("here", "model", "no")
 
 
 def test_durations_are_short() -> None:

@@ -108,19 +108,16 @@ def iter_types(hints: Iterable[Any]) -> Iterator[type]:
         yield from iter_types(get_args(hint))
 
 
-def test_the_version_is_that_of_the_installed_package() -> None:
+def test_the_version_is_that_of_the_package_and_an_unknown_name_an_attribute_error() -> None:
     assert trinity_sync.__version__ == importlib.metadata.version("trinity-sync")
+    with pytest.raises(AttributeError, match="'trinity_sync' has no attribute 'Coordinator'"):
+        trinity_sync.Coordinator  # type: ignore[attr-defined]  # noqa: B018
 
 
 if TYPE_CHECKING:  # a type checker knows which names there are: make lint tells of each other one
     from trinity_sync import Nothing  # type: ignore[attr-defined]  # noqa: F401
     from trinity_sync.integrations.verl import None_  # type: ignore[attr-defined]  # noqa: F401
     from trinity_sync.integrations.vllm import No  # type: ignore[attr-defined]  # noqa: F401
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="'trinity_sync' has no attribute 'Coordinator'"):
-        trinity_sync.Coordinator  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -36,13 +36,6 @@ def links_of(shown: dict[str, Any]) -> list[str]:
     return re.findall(r"\]\(([^)]*)\)", shown["readme"]["text"])
 
 
-def test_no_link_of_the_page_leads_nowhere_where_no_repository_is_named() -> None:
-    shown = metadata("")
-    assert all(link.startswith(("https://", "#")) for link in links_of(shown))
-    assert "urls" not in shown
-    assert "mermaid" not in shown["readme"]["text"]
-
-
 def test_the_page_links_to_the_files_of_its_version_or_the_site_of_the_release() -> None:
     url = "https://git.example.org/us/trinity_sync"
     shown = metadata(url)
@@ -55,6 +48,10 @@ def test_the_page_links_to_the_files_of_its_version_or_the_site_of_the_release()
     assert "https://us.example.org/how-to/preemption.html#slurm" in links_of(shown)
     assert not [link for link in links_of(shown) if "/docs/" in link]
     assert shown["urls"]["Documentation"] == "https://us.example.org"
+    shown = metadata("")
+    assert all(link.startswith(("https://", "#")) for link in links_of(shown))
+    assert "urls" not in shown
+    assert "mermaid" not in shown["readme"]["text"]
 
 
 def test_classifiers_are_known_and_name_the_versions_of_python_that_are_required() -> None:

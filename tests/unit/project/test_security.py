@@ -20,6 +20,7 @@ from tests.support.answers import server
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.steps import commit_files
+from tests.unit.conftest import Runs
 from trinity_sync.catalog import open_catalog
 from trinity_sync.errors import (
     CatalogError,
@@ -55,16 +56,6 @@ from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.save_functions import CallableStatus
 from trinity_sync.tensors.deserialize import load_file
-
-
-class Runs:
-    """A pickle that makes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 @pytest.fixture
@@ -394,7 +385,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_credentials_of_the_stack_can_be_read_by_no_other_user(
+def test_credentials_and_logs_of_the_stack_can_be_read_by_no_other_user(
     tmp_path: Path, careless: None
 ) -> None:
     for name in ("stack.json", "ray_token"):  # of a careless day
@@ -411,6 +402,11 @@ def test_credentials_of_the_stack_can_be_read_by_no_other_user(
     with environment({"RAY_AUTH_MODE": ""}):
         before, _ = token.read_text(), services._ray_auth(tmp_path)
     assert token.read_text() == before
+    log = tmp_path / "home" / "logs" / "one.log"
+    log.parent.mkdir(parents=True)  # of a careless day
+    started = daemon.start([sys.executable, "-c", ""], env={}, cwd=tmp_path, log=log)
+    daemon.stop(started, 5)
+    assert mode_of(log.parent) == 0o700
 
 
 @pytest.mark.parametrize("mode", ["", "disabled"])
@@ -440,16 +436,6 @@ def test_a_server_that_answers_without_its_password_is_refused() -> None:
         pytest.raises(StackError, match=r"cannot check that the Ray cluster .* requires"),
     ):
         services.accepts_calls(url.removeprefix("http://").removesuffix("/api"))
-
-
-def test_files_of_the_parts_of_a_stack_can_be_read_by_no_other_user(
-    tmp_path: Path, careless: None
-) -> None:
-    log = tmp_path / "home" / "logs" / "one.log"
-    log.parent.mkdir(parents=True)  # of a careless day
-    started = daemon.start([sys.executable, "-c", ""], env={}, cwd=tmp_path, log=log)
-    daemon.stop(started, 5)
-    assert mode_of(log.parent) == 0o700
 
 
 def test_no_other_user_may_write_where_the_stack_looks_for_its_modules(tmp_path: Path) -> None:

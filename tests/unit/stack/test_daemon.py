@@ -281,7 +281,7 @@ def test_a_port_is_free_not_one_of_outgoing_connections_and_not_always_the_same(
     assert len(found) > 1
 
 
-def test_the_port_of_an_earlier_server_is_taken_again_unless_another_process_listens_there() -> (
+def test_the_port_of_an_earlier_server_or_one_that_is_wanted_is_taken_unless_it_is_not_free() -> (
     None
 ):
     port = daemon.free_port()
@@ -291,9 +291,6 @@ def test_the_port_of_an_earlier_server_is_taken_again_unless_another_process_lis
         other.bind(("127.0.0.1", port))
         other.listen()
         assert daemon.free_port(url) != port
-
-
-def test_a_port_that_is_wanted_is_taken_or_the_next_one_that_is_free() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

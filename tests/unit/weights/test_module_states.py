@@ -9,11 +9,6 @@ import pytest
 import torch
 from peft import (
     AdaLoraConfig,
-    BOFTConfig,
-    FourierFTConfig,
-    HRAConfig,
-    IA3Config,
-    LoHaConfig,
     LoraConfig,
     TrainableTokensConfig,
     VeraConfig,
@@ -172,13 +167,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "experts in one tensor": lambda: language_model("gpt_oss", num_local_experts=4, head_dim=2),
     "state space": lambda: language_model("mamba", state_size=2),
     "tied embeddings": lambda: language_model(tie_word_embeddings=True),
-    "ia3": lambda: adapted(IA3Config(target_modules=["v_proj"], feedforward_modules=[])),
     "adalora": lambda: adapted(AdaLoraConfig(target_modules=["q_proj"], total_step=9)),
     "vera": lambda: adapted(VeraConfig(target_modules=["q_proj"], r=2)),
-    "loha": lambda: adapted(LoHaConfig(target_modules=["q_proj"], r=2)),
-    "boft": lambda: adapted(BOFTConfig(target_modules=["q_proj"], boft_block_size=2)),
-    "hra": lambda: adapted(HRAConfig(target_modules=["q_proj"], r=2)),
-    "fourier": lambda: adapted(FourierFTConfig(target_modules=["q_proj"], n_frequency=3)),
     "tokens": lambda: adapted(TrainableTokensConfig(token_indices=[1]), tie_word_embeddings=True),
     "adapted and tied": lambda: adapted(
         LoraConfig(target_modules=["embed_tokens", "lm_head"]), tie_word_embeddings=True

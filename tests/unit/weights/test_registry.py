@@ -147,13 +147,19 @@ def test_broadcasts_and_dicts_are_not_readable() -> None:
     assert registry.newer(version(1, 2), readable=True) == version(1, 3, "checkpoint")
 
 
-def test_old_versions_are_removed_except_the_newest_commit() -> None:
+def test_old_versions_are_removed_except_the_newest_commit_and_readers_are_bounded() -> None:
     registry = VersionRegistry()
     registry.record(version(1, 0, "checkpoint"), 0.0)
     for step in range(1, 10 * HISTORY):
         registry.record(version(1, step), float(step))
     assert len(registry.state.versions) == HISTORY + 1
     assert registry.newest("checkpoint") == version(1, 0, "checkpoint")
+    registry = registry_of((1, 1))
+    for now in range(MOST_READERS + 5):
+        registry.set_serving(f"pod-{now}", 1, float(now))
+    names = {reader.name for reader in registry.readers(1e4)}
+    assert len(names) == MOST_READERS
+    assert "pod-4" not in names
 
 
 def test_a_reader_is_stale_since_the_next_newer_version() -> None:
@@ -183,15 +189,6 @@ def test_a_superseded_version_is_as_old_as_the_step_of_the_resume(
     registry.record(version(2, 11), 0.0)
     registry.set_serving("a", served[1], 0.0, served[0])
     assert registry.readers(0.0)[0].behind == behind
-
-
-def test_the_number_of_readers_is_bounded() -> None:
-    registry = registry_of((1, 1))
-    for now in range(MOST_READERS + 5):
-        registry.set_serving(f"pod-{now}", 1, float(now))
-    names = {reader.name for reader in registry.readers(1e4)}
-    assert len(names) == MOST_READERS
-    assert "pod-4" not in names
 
 
 def test_a_version_counts_once_the_images_of_all_ranks_are_there() -> None:

@@ -9,26 +9,26 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.versions import RolloutGate, Version
 
 
-@pytest.mark.parametrize(("made_by", "accepted"), [(12, False), (10, True), (8, True), (7, False)])
-def test_a_rollout_may_lag_by_max_lag_steps(made_by: int, accepted: bool) -> None:
-    assert RolloutGate(max_lag=2).accepts(made_by, trainer_step=10) is accepted
+@pytest.mark.parametrize(
+    ("made_by", "resumed_at", "accepted"),
+    [
+        *((12, None, False), (10, None, True), (8, None, True), (7, None, False)),
+        *((12, 9, True), (12, 8, True), (12, 7, False), (8, 9, True)),  # superseded: of the resume
+    ],
+)
+def test_a_rollout_may_lag_by_max_lag_steps(
+    made_by: int, resumed_at: int | None, accepted: bool
+) -> None:
+    gate = RolloutGate(max_lag=2)
+    assert gate.accepts(made_by, trainer_step=10, resumed_at=resumed_at) is accepted
+    with pytest.raises(ConfigError, match="would let no rollout pass"):
+        RolloutGate(-1)
 
 
 def test_of_a_rollout_that_lived_through_updates_the_tokens_of_old_weights_are_refused() -> None:
     spans = [(7, 0, 2), (8, 3, 3), (10, 4, 5), (11, 6, 6)]
     selected = RolloutGate(max_lag=2).select_tokens(spans, trainer_step=10)
     assert selected == [False] * 3 + [True] * 3 + [False]
-
-
-@pytest.mark.parametrize(
-    ("made_by", "resumed_at", "accepted"),
-    [(12, 9, True), (12, 8, True), (12, 7, False), (8, 9, True)],
-)
-def test_a_rollout_of_superseded_weights_is_as_old_as_the_step_of_the_resume(
-    made_by: int, resumed_at: int, accepted: bool
-) -> None:
-    gate = RolloutGate(max_lag=2)
-    assert gate.accepts(made_by, trainer_step=10, resumed_at=resumed_at) is accepted
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,3 @@ def test_a_rollout_of_another_job_is_refused(root: Path) -> None:
     assert not gate.accepts(Version(5, 1, "memory", str(root), identity="other"), trainer_step=5)
     with pytest.raises(ConfigError, match="elsewhere has no runs"):
         gate.accepts(Version(5, 1, "memory", str(root / "elsewhere")), trainer_step=5)
-
-
-def test_a_negative_lag_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would let no rollout pass"):
-        RolloutGate(-1)

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.support.dying import end_of
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.weights import VersionFile, upload, version_in
+from tests.unit.conftest import Runs
 from trinity_sync.errors import ImageError, WeightSyncError
 from trinity_sync.fs.direct_io import digest_bytes
 from trinity_sync.retention.policies import parse_policy
@@ -63,7 +64,9 @@ def loaded(reader: WeightReader, version: Version | None = None) -> tuple[int, f
     return step, value
 
 
-def test_views_read_the_images_in_place(publish: Publish, reader: WeightReader) -> None:
+def test_images_of_the_readers_node_are_read_in_place_also_by_views(
+    publish: Publish, reader: WeightReader, job: Job, versions: VersionFile
+) -> None:
     whole, tied = torch.randn(50, 20), torch.randn(7)
     publish(1, {"whole": whole, "one": tied, "other": tied})
     with reader.open() as view:
@@ -75,6 +78,10 @@ def test_views_read_the_images_in_place(publish: Publish, reader: WeightReader) 
         assert all(tensor.data_ptr() in inside for tensor in found.values())
         assert torch.equal(found["whole"], whole)
         assert found["one"].data_ptr() == found["other"].data_ptr()
+    near = WeightReader(NotAsked(versions.path, node="here"), name="explorer")
+    for step in (2, 3):
+        versions.tell(upload(job, step, weights(step)))
+        assert loaded(near) == (step, step)
 
 
 def test_a_tied_target_takes_no_version_whose_tensors_differ_or_are_a_part_of_it(
@@ -186,13 +193,6 @@ class NotAsked(VersionFile):
 
     def fetch_images(self, *asked: Any) -> list[Any]:
         raise AssertionError(asked)
-
-
-def test_images_of_the_readers_node_are_read_in_place(job: Job, versions: VersionFile) -> None:
-    reader = WeightReader(NotAsked(versions.path, node="here"), name="explorer")
-    for step in (1, 2):
-        versions.tell(upload(job, step, weights(step)))
-        assert loaded(reader) == (step, step)
 
 
 def overwritten(job: Job, step: int) -> Version:
@@ -394,24 +394,13 @@ def test_any_target_with_memory_is_loaded_into(publish: Publish, reader: WeightR
         assert all(torch.equal(target[name], state[name]) for name in state)
 
 
-@dataclass
-class Evil:
-    """Unpickling one makes a folder."""
-
-    folder: Path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.folder),)
-
-
 def test_code_in_an_image_is_not_executed(
     publish: Publish, reader: WeightReader, tmp_path: Path
 ) -> None:
-    evil = Evil(tmp_path / "made")
-    publish(1, {"w": torch.ones(3), "evil": evil})
+    publish(1, {"w": torch.ones(3), "evil": Runs(tmp_path / "ran")})
     with pytest.raises(ImageError, match="hold no weights that can be read"):
         loaded(reader)
-    assert not evil.folder.exists()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_reader_without_any_version_says_what_to_check(reader: WeightReader) -> None:

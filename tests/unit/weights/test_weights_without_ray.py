@@ -395,6 +395,13 @@ def test_weights_that_readers_would_not_get_are_not_uploaded(
         assert torch.equal(dict(reader.iter_weights())["w"], weights(5)["w"])
         saves.upload(6, lambda: weights(6))
         assert torch.equal(dict(reader.iter_weights())["w"], weights(6)["w"])
+    published, _ = saves.upload(6, lambda: weights(6))
+    for slot in job.spool.folder.glob("*.slot*"):
+        slot.unlink()
+    again, _ = saves.upload(6, lambda: weights(6))
+    assert published
+    assert again
+    assert again.image != published.image
 
 
 @pytest.mark.parametrize("key", ["", "of a run that the root has lost"])
@@ -439,17 +446,6 @@ def test_values_that_the_job_refuses_reach_no_reader(
         saves.upload(7, lambda: weights(7))
         assert reader.load_into(target) == 7
     saves.wait_all()
-
-
-def test_an_upload_whose_image_is_gone_is_made_again(coordinator_of: Open, job: Job) -> None:
-    saves = coordinator_of(run_key="first")
-    published, _ = saves.upload(5, lambda: weights(5))
-    for slot in job.spool.folder.glob("*.slot*"):
-        slot.unlink()
-    again, _ = saves.upload(5, lambda: weights(5))
-    assert published
-    assert again
-    assert again.image != published.image
 
 
 @pytest.mark.parametrize("lost", [1, 2])
