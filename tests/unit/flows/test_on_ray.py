@@ -26,12 +26,19 @@ def fail() -> None:
     raise KeyError("unexpected")
 
 
-def test_an_error_in_a_ray_process_keeps_its_cause() -> None:
+def test_an_error_in_a_ray_process_keeps_its_class_and_a_cause_that_can_be_pickled() -> None:
     outcome = pickle.loads(pickle.dumps(call(None, write_on_a_full_disk)))
     with pytest.raises(SaveError, match="cannot write") as failed:
         outcome.unwrap()
     assert isinstance(failed.value.__cause__, OSError)
     assert failed.value.__cause__.errno == 28
+    outcome = pickle.loads(pickle.dumps(call(None, fail_to_sync)))
+    with pytest.raises(OSError, match="Input/output") as failed:
+        outcome.unwrap()
+    assert is_io_error(failed.value)
+    outcome = pickle.loads(pickle.dumps(call(None, fail_in_an_http_client)))
+    with pytest.raises(RemoteError, match="does not answer"):
+        outcome.unwrap()
 
 
 def test_an_unexpected_error_in_a_ray_process_shows_where_it_was_raised() -> None:
@@ -60,36 +67,6 @@ def fail_in_an_http_client() -> None:
         raise RemoteError("the store does not answer") from error
 
 
-def test_an_io_error_without_a_cause_is_still_retried() -> None:
-    outcome = pickle.loads(pickle.dumps(call(None, fail_to_sync)))
-    with pytest.raises(OSError, match="Input/output") as failed:
-        outcome.unwrap()
-    assert is_io_error(failed.value)
-
-
-def test_an_error_whose_cause_cannot_be_pickled_keeps_its_class() -> None:
-    outcome = pickle.loads(pickle.dumps(call(None, fail_in_an_http_client)))
-    with pytest.raises(RemoteError, match="does not answer"):
-        outcome.unwrap()
-
-
-def test_an_error_of_one_component_that_cannot_be_pickled_leaves_those_of_the_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def persist_share(request: SaveRequest, share: Share, *_: object) -> Persisted:
-        if share.component == "model":
-            raise UnpicklableError("503", request=None)
-        return Persisted([], [])
-
-    monkeypatch.setattr(on_node, "persist_share", persist_share)
-    request = SaveRequest(root=str(tmp_path), run=1, step=1)
-    shards = NodeShards("a", str(tmp_path), {"actor": (0,)})
-    outcomes = on_node.persist_node(request, [Share("model"), Share("optim")], shards)
-    model, optim = pickle.loads(pickle.dumps(outcomes))
-    assert "503" in str(model.get_error())
-    assert optim.unwrap().written == ()
-
-
 def test_a_node_repeats_what_failed_with_an_io_error_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,14 +78,18 @@ def test_a_node_repeats_what_failed_with_an_io_error_and_nothing_else(
             raise OSError(5, "Input/output error")
         if share.component == "optim":
             raise SaveError("is superseded")
+        if share.component == "extra_state":
+            raise UnpicklableError("503", request=None)
         return Persisted([], [])
 
     monkeypatch.setattr(on_node, "persist_share", persist_share)
     monkeypatch.setattr(on_node, "PERSIST", Part("persist", repeats_after=(0, 0)))
     request = SaveRequest(root=str(tmp_path), run=1, step=1)
-    shares = [Share("model"), Share("optim")]
+    shares = [Share("model"), Share("optim"), Share("extra_state")]
     shards = NodeShards("a", str(tmp_path), {"actor": (0,)})
-    model, optim = on_node.persist_node(request, shares, shards)
+    outcomes = on_node.persist_node(request, shares, shards)
+    model, optim, extra = pickle.loads(pickle.dumps(outcomes))
     assert model.unwrap().written == ()
     assert "is superseded" in str(optim.get_error())
-    assert sorted(tried) == ["model", "model", "optim"]
+    assert "503" in str(extra.get_error())  # it cannot be pickled, and leaves the others
+    assert sorted(tried) == ["extra_state", "model", "model", "optim"]

@@ -233,14 +233,18 @@ def test_an_outage_of_the_store_does_not_end_a_reader_that_waits(
     assert caplog.messages.count("waiting: no route to host") == 1
 
 
-def test_a_reader_that_waits_for_its_first_version_names_where(
-    url: str, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_reader_that_waits_for_its_first_version_names_where_and_has_a_cache_of_a_url(
+    url: str, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, model: Path
 ) -> None:
     reader = FolderReader(url.replace(bucket, "misspelled"), cache=tmp_path)
     assert asyncio.run(reader.wait_newer(timeout_s=0)) is None
     assert "nothing was published in s3://misspelled/weights yet" in caplog.text
     with pytest.raises(WeightSyncError, match="nothing was published in s3://misspelled/weights"):
         reader.load()
+    with pytest.raises(ConfigError, match="pass cache=FOLDER"):
+        FolderReader(url)
+    with pytest.raises(ConfigError, match="with a folder, pass none"):
+        WeightFolder(tmp_path / "out", model, cache=tmp_path / "cache")
 
 
 def flip(content: bytes) -> bytes:
@@ -333,10 +337,3 @@ def test_a_store_that_refuses_removals_has_the_version_all_the_same(
     assert same(FolderReader(url, cache=tmp_path / "reader").load(), small(2))
     assert versions_in(s3, bucket) == {"weight_v000001", "weight_v000002"}
     assert "s3:DeleteObject" in caplog.text
-
-
-def test_a_url_needs_a_cache_and_a_folder_none(url: str, tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="pass cache=FOLDER"):
-        FolderReader(url)
-    with pytest.raises(ConfigError, match="with a folder, pass none"):
-        WeightFolder(tmp_path / "out", model, cache=tmp_path / "cache")

@@ -20,7 +20,7 @@ def job_at(path: Path) -> Path:
     return path
 
 
-def test_jobs_that_committed_are_known_while_they_are_there_allowed_and_not_forgotten(
+def test_jobs_are_known_while_they_are_there_allowed_and_not_forgotten_or_if_they_are_named(
     settings: Settings, tmp_path: Path
 ) -> None:
     one, two = job_at(tmp_path / "a/ckpts"), job_at(tmp_path / "b/ckpts")
@@ -36,11 +36,7 @@ def test_jobs_that_committed_are_known_while_they_are_there_allowed_and_not_forg
     assert list_known_roots(settings) == []
     (tmp_path / "away").rename(two)
     assert list_known_roots(settings) == [two]
-
-
-def test_a_root_that_is_named_is_the_only_one(settings: Settings, tmp_path: Path) -> None:
-    root = job_at(tmp_path / "ckpts")
-    assert select_roots(str(root), settings) == [root]
+    assert select_roots(str(two), settings) == [two]
     for wrong in ("ckpts", str(tmp_path / "nowhere")):
         with pytest.raises(ConfigError, match="full path of a folder"):
             select_roots(wrong, settings)

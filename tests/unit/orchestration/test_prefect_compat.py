@@ -110,7 +110,7 @@ except TrinitySyncError as error:
     ), done.stderr
 
 
-def test_a_package_that_prefect_imports_and_that_is_missing_is_named(
+def test_what_a_prefect_or_its_server_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "like_prefect").mkdir()
@@ -121,11 +121,6 @@ def test_a_package_that_prefect_imports_and_that_is_missing_is_named(
     assert caught.value.name == "not_installed"
     with pytest.raises(UnsupportedPrefectError, match=r"has no like_prefect\.flows\.run"):
         prefect_compat.look_up("like_prefect.flows.run")
-
-
-def test_a_server_that_lacks_a_name_is_refused_by_that_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.delattr(db_vacuum, "_maintenance_session")
     with pytest.raises(UnsupportedPrefectError, match=r"has no .*db_vacuum\._maintenance_session"):
         prefect_compat.wrap_vacuum_session(lambda session: session)

@@ -21,7 +21,7 @@ def schedules(**settings: Any) -> dict[str, DeploymentScheduleCreate]:
     return {schedule.slug.partition(":")[0]: schedule for schedule in made}
 
 
-def test_everything_is_scheduled_unless_the_settings_say_otherwise() -> None:
+def test_everything_is_scheduled_unless_the_settings_say_otherwise_under_another_name() -> None:
     made = schedules()
     assert {name for name in made if made[name].active} == {"nightly", "repair", "hourly"}
     assert made["nightly"].parameters == {"sample_percent": 2}
@@ -32,9 +32,6 @@ def test_everything_is_scheduled_unless_the_settings_say_otherwise() -> None:
     assert made["repair"].schedule.interval == timedelta(hours=1)
     assert made["hourly"].schedule.timezone == "UTC"
     assert not any(each.active for each in schedules(schedules=False).values())
-
-
-def test_a_schedule_has_another_name_once_the_settings_want_another() -> None:
     before = {name: each.slug for name, each in schedules().items()}
     assert {name: each.slug for name, each in schedules().items()} == before
     after = {name: each.slug for name, each in schedules(verify="3%").items()}

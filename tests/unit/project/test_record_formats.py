@@ -101,16 +101,11 @@ def find_orphaned_steps(job: Job) -> list[int]:
 # ---------------------------------------------------------------- each record
 
 
-def test_a_format_has_the_root_the_spool_and_what_is_read_elsewhere(
+def test_a_format_has_the_root_the_spool_and_what_is_read_elsewhere_and_more_values_are_passed_over(
     records: dict[str, Kind],  # noqa: F811
 ) -> None:
     has = {name for name in NAMES if "format" in json.loads(records[name].path.read_text())}
     assert has == {"manifest", "run", "owner"}
-
-
-def test_a_value_that_a_later_release_has_added_is_passed_over(
-    records: dict[str, Kind],  # noqa: F811
-) -> None:
     before = {name: records[name].read() for name in NAMES}
     assert all(before.values())
     for name in NAMES:
@@ -274,10 +269,15 @@ def test_a_root_that_was_written_in_the_formats_of_today_is_read(root: Path) -> 
     assert read_job_settings(root).keep == "last=3"
 
 
-def test_a_request_of_a_newer_client_in_the_same_format_is_taken() -> None:
+def test_a_request_of_a_newer_client_is_taken_and_what_its_run_writes_is_not_tidied_away(
+    job: Job,
+) -> None:
     request = SaveRequest(root="/ckpts", step=4, run=1)
     known = request.model_dump(mode="json")
     assert SaveRequest.model_validate({**known, "added_later": [1]}) == request
+    other = {"root": str(job.root), "step": 5, "format": 2, "since_later": "more"}
+    runs = [FlowRun(flow_id=uuid4(), parameters=each) for each in ({"request": other}, {})]
+    assert find_busy_steps(runs) == {job.root: {5}}
 
 
 STEP_USES: dict[str, Callable[[Scene], object]] = {
@@ -377,12 +377,6 @@ def test_nothing_is_committed_once_another_release_has_begun_a_run(job: Job, cha
     assert read_manifest(job.root, 5) is None
     assert slot_of(job, 5)
     assert path.read_bytes() == kept
-
-
-def test_what_a_run_of_another_release_writes_is_not_tidied_away(job: Job) -> None:
-    request = {"root": str(job.root), "step": 5, "format": 2, "since_later": "more"}
-    runs = [FlowRun(flow_id=uuid4(), parameters=each) for each in ({"request": request}, {})]
-    assert find_busy_steps(runs) == {job.root: {5}}
 
 
 def test_steps_of_another_release_in_a_store_end_what_looks_at_all_of_them(

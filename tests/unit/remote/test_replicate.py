@@ -347,20 +347,6 @@ def test_what_is_corrupted_or_not_committed_here_is_not_copied(
     assert not Remote(url).list_file_sizes(5)
 
 
-def test_the_newest_copies_stay_and_the_one_just_made(
-    commit: Callable[..., Job], tmp_path: Path
-) -> None:
-    url = f"file://{tmp_path}/store"
-    for step in (1, 2, 3, 4):
-        job = commit(step)
-        replicate(job.root, url, step)
-    done = prune_remote(
-        job.root, url, Rules(parse_policy("last=2"), parse_policy("last=2")), just_copied=1
-    )
-    assert [each.step for each in done.removed] == [2]
-    assert [step.step for step in Remote(url).list_steps()] == [1, 3, 4]
-
-
 def test_no_age_removes_a_copy_once_a_step_was_committed_in_the_future(job: Job, url: str) -> None:
     for step in (1, 2):
         commit_files(job.root, step, at=time.time() + (step - 1.5) * 1e6)
@@ -390,7 +376,7 @@ def test_a_removed_copy_is_that_of_the_very_url_whatever_other_paths_it_matches(
     assert [each.state for each in Remote(f"{url}run1").list_steps()] == ["valid"]
 
 
-def test_the_copies_of_pinned_and_tagged_steps_stay_with_the_reason(
+def test_copies_of_pinned_tagged_and_newest_steps_stay_and_the_one_just_made(
     commit: Callable[..., Job], url: str
 ) -> None:
     for step in (1, 2, 3, 4):
@@ -399,7 +385,9 @@ def test_the_copies_of_pinned_and_tagged_steps_stay_with_the_reason(
     pin(job.root, 1, "the paper")
     tag(job.root, 2, "best")
     last = parse_policy("last=1")
+    assert not prune_remote(job.root, url, Rules(last, last), just_copied=3).removed
     plan = prune_remote(job.root, url, Rules(last, last))
+    assert [each.step for each in plan.removed] == [3]
     assert [step.step for step in Remote(url).list_steps()] == [1, 2, 4]
     kept = {each.step: why for each, _, why in plan.describe()}
     assert (kept[1], kept[2], kept[3]) == ("pinned: the paper", "tagged best", "")

@@ -199,19 +199,9 @@ def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(machine: Make
     assert [step.step for step in Remote(one.url).list_steps()] == [1]
 
 
-def test_a_machine_that_returns_fetches_the_steps_of_a_later_run(machine: Make) -> None:
-    first, second = machine("first"), machine("second")
-    old = first.train("one", 1)
-    second.train("two", 2)
-    first.commit(old, 2, sent=False)  # it had not heard of the other
-    back = first.start("three", load=False)
-    manifest = read_manifest(back.root, 2)
-    assert manifest
-    assert (manifest.run, find_newest(back.root)) == (2, manifest)
-    assert not list((back.root / ".trinity_sync/fetching").iterdir())
-
-
-def test_a_pinned_step_that_a_fetch_replaces_stays_in_quarantine(machine: Make) -> None:
+def test_a_machine_that_returns_fetches_a_later_run_and_its_pinned_step_stays_in_quarantine(
+    machine: Make,
+) -> None:
     first, second = machine("first"), machine("second")
     old = first.train("one", 1)
     second.commit(second.start("two"), 2)
@@ -221,7 +211,10 @@ def test_a_pinned_step_that_a_fetch_replaces_stays_in_quarantine(machine: Make) 
     back = first.start("three", load=False)
     replaced = back.root / ".trinity_sync/quarantine/pinned-of-run-1"
     assert read_manifest(replaced, 2) == before
-    assert find_newest(back.root).run == 2
+    newest = find_newest(back.root)
+    assert newest
+    assert (newest.run, read_manifest(back.root, 2)) == (2, newest)
+    assert not list((back.root / ".trinity_sync/fetching").iterdir())
 
 
 def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused(

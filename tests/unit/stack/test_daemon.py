@@ -51,15 +51,6 @@ def test_a_daemon_that_ends_is_reported_with_the_telling_line_of_this_start(tmp_
         daemon.await_ready("the server", start("", tmp_path), lambda: False, math.inf)
 
 
-def test_a_daemon_that_is_late_is_reported(tmp_path: Path) -> None:
-    sleeper = start("import time; time.sleep(60)", tmp_path)
-    try:
-        with pytest.raises(StackError, match=r"the Ray node was not ready within 0 s\. Its log /"):
-            daemon.await_ready("the Ray node", sleeper, lambda: False, 0)
-    finally:
-        daemon.stop(sleeper, 5)
-
-
 BUSY = """
 import os, pathlib, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -89,7 +80,7 @@ def test_a_daemon_that_gets_no_cpu_is_waited_for_longer(tmp_path: Path) -> None:
         daemon.stop(starved, 5)
 
 
-def test_a_daemon_that_hangs_is_known_and_ends_when_it_is_stopped(
+def test_a_daemon_that_hangs_or_is_late_is_known_and_ends_when_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemon, "SILENT_S", 0.1)
@@ -101,6 +92,12 @@ def test_a_daemon_that_hangs_is_known_and_ends_when_it_is_stopped(
     daemon.stop(hangs, 60)
     assert time.monotonic() - began < 30
     assert daemon.check("it", hangs, lambda: True) == "dead"
+    sleeper = start("import time; time.sleep(60)", tmp_path)
+    try:
+        with pytest.raises(StackError, match=r"the Ray node was not ready within 0 s\. Its log /"):
+            daemon.await_ready("the Ray node", sleeper, lambda: False, 0)
+    finally:
+        daemon.stop(sleeper, 5)
 
 
 NAMED = r"""
