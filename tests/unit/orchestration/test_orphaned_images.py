@@ -137,21 +137,20 @@ def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job
     assert not mark(job, 5).exists()  # the commit was not finished again
 
 
-def test_a_commit_that_died_does_not_move_the_pointer_back(job: Job) -> None:
+def test_a_commit_that_died_does_not_move_the_pointer_back_nor_if_it_was_superseded(
+    job: Job,
+) -> None:
     commit_and_die_after_the_manifest(job, 5)
     job.commit_states(6, {"model": {"w": torch.ones(10)}})
     assert find_orphaned_steps(job) == []
     assert read_latest_pointer(job.root, "checkpoint") == 6
     assert job.spool.tickets() == ([], [])
-
-
-def test_a_commit_that_died_and_was_superseded_does_not_move_the_pointer(job: Job) -> None:
     open_run(job.root, "first", 0)
-    job.commit_states(4, {"model": {"w": torch.ones(10)}})
-    commit_and_die_after_the_manifest(job, 5)
-    open_run(job.root, "second", 4)
+    job.commit_states(7, {"model": {"w": torch.ones(10)}})
+    commit_and_die_after_the_manifest(job, 8)
+    open_run(job.root, "second", 7)
     assert find_orphaned_steps(job) == []
-    assert read_latest_pointer(job.root, "checkpoint") == 4
+    assert read_latest_pointer(job.root, "checkpoint") == 7
     assert job.spool.tickets() == ([], [])
 
 
