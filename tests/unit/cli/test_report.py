@@ -57,18 +57,9 @@ def facts(job: Job, tmp_path: Path) -> Iterator[JobReport]:
 
 def with_failures(facts: JobReport) -> JobReport:
     """As if a Prefect server had answered; the integration tests query a real one."""
-    group = FailureGroup(
-        "Failed",
-        "no rank 1",
-        2,
-        (33, 34),
-        0,
-        1.7e9,
-        1.7e9,
-        "Retry it.",
-        "trinity-sync retry /ckpts 34",
-        "http://p/runs/1",
-    )
+    command, url = "trinity-sync retry /ckpts 34", "http://p/runs/1"
+    what = ("Failed", "no rank 1", 2, (33, 34), 0, 1.7e9, 1.7e9, "Retry it.")
+    group = FailureGroup(*what, command, url)
     evil = replace(group, cause="Superseded", message="<script>", command="", url="javascript:x")
     return replace(facts, failures=(group, evil), server_error="")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.pipeline.order import COMMIT, PERSIST, Part
 from trinity_sync.pipeline.save import find_follows
-from trinity_sync.saves.journal import append, read_entry
+from trinity_sync.saves.journal import Entry, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.manifest import read_run_head
@@ -159,16 +160,16 @@ def sample(name: str, **labels: str) -> float | None:
     return flows.save.metrics.METRICS.registry.get_sample_value(name, found)
 
 
-@pytest.mark.parametrize("why", [HiddenSpoolError("not seen"), StackError("Ray"), KeyError("x")])
-@pytest.mark.parametrize("part", [PERSIST, COMMIT])
-@pytest.mark.parametrize("ends", ["done", "the disk is full"])
-def test_a_save_that_the_stack_cannot_do_ends_as_its_saver_tells(
-    job: Job, monkeypatch: pytest.MonkeyPatch, why: Exception, part: Part, ends: str
+def drive(
+    request: SaveRequest,
+    part: Part,
+    why: Exception,
+    answer: Callable[[Entry], object],
+    *,
+    start: int = 1,
+    begun: Entry | None = None,
 ) -> None:
-    job.stage(1, {"model": {"w": torch.ones(9)}})
-    request = job.request(1)
-    monkeypatch.setattr(flows.save, "flow_run", SimpleNamespace(run_count=1))
-    monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
+    """Have a part of a flow run fail, and answer what it tells in the journal."""
 
     async def fail() -> None:
         raise why
@@ -178,46 +179,55 @@ def test_a_save_that_the_stack_cannot_do_ends_as_its_saver_tells(
         driver._limit_s = 600.0
         setattr(driver, f"_{part.name}", fail)
         waiting = asyncio.create_task(driver.do(part))
-        while not (known := read_entry(request)):
+        while (known := read_entry(request)) == begun and not waiting.done():
             await asyncio.sleep(0.01)
+        if known and known != begun:
+            answer(known)
+        await waiting
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flows.save, "flow_run", SimpleNamespace(run_count=start))
+        patch.setattr(flows.save, "get_run_logger", logging.getLogger)
+        asyncio.run(asyncio.wait_for(await_the_end(), 60))
+
+
+@pytest.mark.parametrize("why", [HiddenSpoolError("not seen"), StackError("Ray"), KeyError("x")])
+@pytest.mark.parametrize("part", [PERSIST, COMMIT])
+@pytest.mark.parametrize("ends", ["done", "the disk is full"])
+def test_a_save_that_the_stack_cannot_do_ends_as_its_saver_tells(
+    job: Job, why: Exception, part: Part, ends: str
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    request, told = job.request(1), list[Entry]()
+
+    def answer(known: Entry) -> None:
+        told.append(known)
         assert (known.state, str(why) in known.message) == ("left", True)
         assert not any(image.failed for image in job.spool.tickets()[0])
         if ends == "done":
             job.commit(1)
         else:
             append(request, "failed", ends, over=known)
-        await waiting
 
     with nullcontext() if ends == "done" else pytest.raises(SaveFailedError, match=ends):
-        asyncio.run(asyncio.wait_for(await_the_end(), 60))
+        drive(request, part, why, answer)
+    assert told
 
 
 @pytest.mark.parametrize("start", [1, 2])
 def test_a_save_that_a_saver_has_failed_before_its_run_began_is_left_to_none_until_it_is_retried(
-    job: Job, monkeypatch: pytest.MonkeyPatch, start: int
+    job: Job, start: int
 ) -> None:
     request = job.request(1)
     append(request, "failed", "non-finite values")  # by the saver
     begun = append(request, "pending", start=start)
-    monkeypatch.setattr(flows.save, "flow_run", SimpleNamespace(run_count=start))
-    monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
 
-    async def fail() -> None:
-        raise HiddenSpoolError("not seen")
-
-    async def await_the_end() -> None:
-        driver = flows.save.FlowDriver(request)
-        driver._limit_s, driver._persist = 600.0, fail  # type: ignore[method-assign]
-        waiting = asyncio.create_task(driver.do(PERSIST))
-        while (known := read_entry(request)) == begun and not waiting.done():
-            await asyncio.sleep(0.01)
-        if known != begun:
-            append(request, "failed", "the disk is full", over=known)
-        await waiting
+    def answer(known: Entry) -> None:
+        append(request, "failed", "the disk is full", over=known)
 
     why = "non-finite values" if start == 1 else "the disk is full"
     with pytest.raises(SaveFailedError, match=why):
-        asyncio.run(asyncio.wait_for(await_the_end(), 60))
+        drive(request, PERSIST, HiddenSpoolError("not seen"), answer, start=start, begun=begun)
 
 
 def test_a_commit_by_the_saver_alone_is_counted_and_told_as_any_other(

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.disk import flip_a_byte, no_file_above
+from tests.support.states import differences
 from tests.unit.conftest import Open, Runs
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, ImageError, SaveFailedError
@@ -78,15 +79,6 @@ def zeros(state: Any) -> Any:
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else 0
 
 
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, torch.Tensor):
-        equal = torch.equal(left.contiguous().view(-1), right.contiguous().view(-1))
-        return equal and (left.shape, left.dtype) == (right.shape, right.dtype)
-    return bool(left == right)
-
-
 def odd_state() -> dict[str, Any]:
     whole = torch.randn(1000)
     return {
@@ -117,11 +109,11 @@ def test_any_tensor_and_value_is_loaded_bit_equal(
 ) -> None:
     state = odd_state()
     save(DcpSaver(saves), 7, state).result(30)
-    assert same(load(saves.root, 7, state), state)
+    assert not differences(load(saves.root, 7, state), state)
     plain = zeros(state)
     reader = dcp.FileSystemReader(step_folder(saves.root, 7) / "actor")
     dcp.load(plain, storage_reader=reader, no_dist=True)
-    assert same(plain, state)
+    assert not differences(plain, state)
     dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
     ours = (step_folder(saves.root, 7) / "actor/__0_0.distcp").stat().st_size
     theirs = (tmp_path / "plain/__0_0.distcp").stat().st_size
@@ -149,7 +141,7 @@ def test_a_plan_is_made_again_only_for_another_structure(saves: CheckpointCoordi
     # DCP's thread plans the empty state each time
     assert [count - step - 1 for step, count in enumerate(counts)] == [1, 1, 2, 3, 3]
     for step, each in expected.items():
-        assert same(load(saves.root, step, each), each), step
+        assert not differences(load(saves.root, step, each), each), step
 
 
 def describe(state: dict[str, Any], planner: Any = None) -> list[Any] | None:
@@ -206,7 +198,7 @@ def test_planners_that_cache_plans_save_what_each_role_has_gained(coordinator_of
             found = zeros(state)
             reader = StepReader(saves.root, step, role=role)
             dcp.load(found, storage_reader=reader, no_dist=True)
-            assert same(found, state), (step, role)
+            assert not differences(found, state), (step, role)
 
 
 def test_saves_that_overlap_all_commit(coordinator_of: Open) -> None:
@@ -288,7 +280,7 @@ def test_a_corrupted_file_is_refused_before_anything_is_loaded(
     found = zeros(state)
     with pytest.raises(CheckpointException, match=rf"{re.escape(name)} is corrupted"):
         dcp.load(found, storage_reader=StepReader(saves.root, 7), no_dist=True)
-    assert same(found, zeros(state))
+    assert not differences(found, zeros(state))
     assert list_leases(saves.root) == []
 
 
@@ -453,7 +445,7 @@ def test_a_file_that_others_put_in_the_place_of_a_compared_one_runs_nothing(
         found, storage_reader=StepReader(saves.root, 7), planner=Meanwhile(put_theirs), no_dist=True
     )
     assert not ran.exists()
-    assert same(found, state)
+    assert not differences(found, state)
 
 
 def test_frozen_parameters_are_left_out_by_pytorchs_option_and_stay_those_of_the_base_model(
@@ -486,8 +478,8 @@ def test_frozen_parameters_are_left_out_by_pytorchs_option_and_stay_those_of_the
         optim_state_dict=state["optim"],
         options=options,
     )
-    assert same(dict(again.state_dict()), dict(model.state_dict()))
-    assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+    assert not differences(dict(again.state_dict()), dict(model.state_dict()))
+    assert not differences(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_each_tensor_of_a_file_of_dcp_is_looked_into(saves: CheckpointCoordinator) -> None:

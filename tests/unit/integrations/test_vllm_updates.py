@@ -104,6 +104,12 @@ def saves(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
         yield saves
 
 
+@pytest.fixture
+def updater(url: str, root: Path, saves: CheckpointCoordinator) -> Iterator[VLLMUpdater]:
+    with VLLMUpdater(url, root) as updater:
+        yield updater
+
+
 def publish(saves: CheckpointCoordinator, step: int) -> dict[str, torch.Tensor]:
     state = {"w": torch.full((3000,), float(step)), "b": torch.full((3,), float(step))}
     saves.upload(step, lambda: state)
@@ -112,52 +118,50 @@ def publish(saves: CheckpointCoordinator, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_an_update_pauses_the_engine_and_names_the_version(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+    engine: Engine, saves: CheckpointCoordinator, updater: VLLMUpdater
 ) -> None:
     state = publish(saves, 7)
-    with VLLMUpdater(url, root) as updater:
-        assert updater.get_served_step() is None
-        assert updater.update() == 7
-        assert {name: t.tolist() for name, t in engine.weights.items()} == {
-            name: t.tolist() for name, t in state.items()
-        }
-        assert engine.calls[-7:] == [
-            "/init_weight_transfer_engine",
-            "/start_weight_update",
-            "/pause?mode=wait",
-            "/update_weights",
-            "/update_weight_version",
-            "/resume",
-            "/finish_weight_update",
-        ]
-        assert updater.get_served_step() == 7
-        engine.calls.clear()
-        assert updater.update() == 7
-        assert engine.calls == ["/weight_info"]  # it serves the newest
-        engine.version = "default"  # the engine was started again
-        assert updater.update() == 7
-        assert engine.calls.count("/update_weights") == 1
+    assert updater.get_served_step() is None
+    assert updater.update() == 7
+    assert {name: t.tolist() for name, t in engine.weights.items()} == {
+        name: t.tolist() for name, t in state.items()
+    }
+    assert engine.calls[-7:] == [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/pause?mode=wait",
+        "/update_weights",
+        "/update_weight_version",
+        "/resume",
+        "/finish_weight_update",
+    ]
+    assert updater.get_served_step() == 7
+    engine.calls.clear()
+    assert updater.update() == 7
+    assert engine.calls == ["/weight_info"]  # it serves the newest
+    engine.version = "default"  # the engine was started again
+    assert updater.update() == 7
+    assert engine.calls.count("/update_weights") == 1
 
 
 def test_an_updater_that_runs_on_follows_the_training_that_begins_again_in_the_root(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+    engine: Engine, root: Path, saves: CheckpointCoordinator, updater: VLLMUpdater
 ) -> None:
     publish(saves, 7)
-    with VLLMUpdater(url, root) as updater:
-        assert updater.update() == 7
-        saves.close()
-        for step, value in ((7, 3.0), (2, 4.0)):  # the same step, and an earlier one
-            shutil.rmtree(root)
-            with CheckpointCoordinator(root) as again:
-                state = {"w": torch.full((3000,), value)}
-                again.upload(step, lambda: state)  # noqa: B023
-                again.wait_staged()
-                assert updater.update() == step
-                assert engine.weights["w"].unique().tolist() == [value]
+    assert updater.update() == 7
+    saves.close()
+    for step, value in ((7, 3.0), (2, 4.0)):  # the same step, and an earlier one
+        shutil.rmtree(root)
+        with CheckpointCoordinator(root) as again:
+            state = {"w": torch.full((3000,), value)}
+            again.upload(step, lambda: state)  # noqa: B023
+            again.wait_staged()
+            assert updater.update() == step
+            assert engine.weights["w"].unique().tolist() == [value]
 
 
 def test_the_version_stays_until_the_engine_has_it(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+    engine: Engine, saves: CheckpointCoordinator, updater: VLLMUpdater
 ) -> None:
     def publish_more() -> None:
         for step in range(2, 6):
@@ -165,45 +169,42 @@ def test_the_version_stays_until_the_engine_has_it(
 
     publish(saves, 1)
     engine.before_loading = publish_more
-    with VLLMUpdater(url, root) as updater:
-        assert updater.update() == 1
-        assert engine.weights["w"].unique().tolist() == [1]
-        engine.before_loading = lambda: None
-        assert updater.update(pause="keep") == 5
-        assert engine.weights["w"].unique().tolist() == [5]
-        assert engine.calls.count("/pause?mode=wait") == 1
+    assert updater.update() == 1
+    assert engine.weights["w"].unique().tolist() == [1]
+    engine.before_loading = lambda: None
+    assert updater.update(pause="keep") == 5
+    assert engine.weights["w"].unique().tolist() == [5]
+    assert engine.calls.count("/pause?mode=wait") == 1
 
 
 def test_a_refusal_ends_the_update_and_the_engine_goes_on(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+    engine: Engine, saves: CheckpointCoordinator, updater: VLLMUpdater
 ) -> None:
     def refuse() -> None:
         raise WeightSyncError("q_proj does not fit the model")
 
     publish(saves, 1)
     engine.before_loading = refuse
-    with VLLMUpdater(url, root) as updater:
-        with pytest.raises(WeightSyncError, match=r"500.*q_proj does not fit"):
-            updater.update(pause="keep")
-        assert engine.calls[-3:] == ["/update_weights", "/resume", "/finish_weight_update"]
-        assert updater.get_served_step() is None
-        engine.failing = ["/pause"]
-        with pytest.raises(WeightSyncError, match="/pause answered"):
-            updater.update()
-        assert engine.calls[-2:] == ["/resume", "/finish_weight_update"]
+    with pytest.raises(WeightSyncError, match=r"500.*q_proj does not fit"):
+        updater.update(pause="keep")
+    assert engine.calls[-3:] == ["/update_weights", "/resume", "/finish_weight_update"]
+    assert updater.get_served_step() is None
+    engine.failing = ["/pause"]
+    with pytest.raises(WeightSyncError, match="/pause answered"):
+        updater.update()
+    assert engine.calls[-2:] == ["/resume", "/finish_weight_update"]
 
 
 def test_following_updates_at_each_version(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+    engine: Engine, saves: CheckpointCoordinator, updater: VLLMUpdater
 ) -> None:
     publish(saves, 1)
-    with VLLMUpdater(url, root) as updater:
-        served = []
-        for step in updater.follow(timeout_s=0.1):
-            served.append(step)
-            if step < 4:
-                publish(saves, step + 1)
-        assert served == [1, 2, 3, 4]
+    served = []
+    for step in updater.follow(timeout_s=0.1):
+        served.append(step)
+        if step < 4:
+            publish(saves, step + 1)
+    assert served == [1, 2, 3, 4]
 
 
 def test_what_is_wrong_is_named(url: str, root: Path, saves: CheckpointCoordinator) -> None:
@@ -239,7 +240,7 @@ def test_a_step_is_selected_exactly(root: Path, saves: CheckpointCoordinator) ->
 
 
 def test_an_update_that_a_killed_updater_left_open_is_ended(
-    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator
+    engine: Engine, url: str, root: Path, saves: CheckpointCoordinator, updater: VLLMUpdater
 ) -> None:
     script = "import sys; from trinity_sync.integrations.vllm import VLLMUpdater as Updater; "
     script += "Updater(*sys.argv[1:]).update()"
@@ -254,8 +255,7 @@ def test_an_update_that_a_killed_updater_left_open_is_ended(
     engine.before_loading = kill
     killed.end(-signal.SIGKILL)
     publish(saves, 2)
-    with VLLMUpdater(url, root) as updater:
-        assert updater.update() == updater.get_served_step() == 2
+    assert updater.update() == updater.get_served_step() == 2
     assert engine.weights["w"].unique().tolist() == [2]
 
 
@@ -324,17 +324,17 @@ def test_an_engine_that_was_started_again_gets_the_newest_version_again(
     url: str,
     root: Path,
     saves: CheckpointCoordinator,
+    updater: VLLMUpdater,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trinity_sync.integrations.vllm.updater.CHECK_S", 0.01)
     publish(saves, 1)
-    with VLLMUpdater(url, root) as updater:
-        steps = updater.follow()
-        assert next(steps) == 1
-        engine.version, engine.weights = "default", {}
-        engine.failing = ["/weight_info"]  # as it does before it is up
-        assert next(steps) == updater.get_served_step() == 1
-        assert engine.weights["w"].unique().tolist() == [1]
+    steps = updater.follow()
+    assert next(steps) == 1
+    engine.version, engine.weights = "default", {}
+    engine.failing = ["/weight_info"]  # as it does before it is up
+    assert next(steps) == updater.get_served_step() == 1
+    assert engine.weights["w"].unique().tolist() == [1]
 
 
 def test_a_resumed_run_below_the_least_step_is_waited_for(

@@ -36,18 +36,6 @@ class Registry:
         cls._registry[name] = (module, engine)
 
 
-class OtherAttribute:
-    """That of one whose private attribute has another name."""
-
-    register_engine = Registry.register_engine
-
-
-class OtherMethod:
-    """That of one whose method has another name."""
-
-    _registry: ClassVar[dict[str, tuple[str, str]]] = {}
-
-
 def load_into(monkeypatch: pytest.MonkeyPatch, registry: type | None) -> None:
     """Do what vLLM does with its plug-ins, in a vLLM with this registry."""
     parts = FACTORY.split(".")
@@ -69,7 +57,14 @@ def test_vllm_gets_the_back_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Registry._registry == {"trinity_sync": engine}
 
 
-@pytest.mark.parametrize("registry", [None, OtherAttribute, OtherMethod])
+@pytest.mark.parametrize(
+    "registry",
+    [
+        None,
+        type("OtherAttribute", (), {"register_engine": Registry.register_engine}),
+        type("OtherMethod", (), {"_registry": {}}),
+    ],
+)
 def test_a_vllm_with_another_registry_starts_and_is_warned(
     registry: type | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -70,15 +71,15 @@ class Machine:
     url: str
     closing: ExitStack
 
-    def start(self, key: str, *, load: bool = True) -> CheckpointCoordinator:
-        saves = CheckpointCoordinator(
-            self.folder / "ckpts",
-            run_key=key,
-            job={"remote": self.url, "remote_required": True},
-            settings=Settings(spool=self.spool, home=self.folder),
-            trigger=Asked(),
-        )
+    def open(self, **options: Any) -> CheckpointCoordinator:
+        settings = Settings(spool=self.spool, home=self.folder)
+        root = self.folder / "ckpts"
+        saves = CheckpointCoordinator(root, settings=settings, trigger=Asked(), **options)
         self.closing.callback(saves.close, timeout=0)
+        return saves
+
+    def start(self, key: str, *, load: bool = True) -> CheckpointCoordinator:
+        saves = self.open(run_key=key, job={"remote": self.url, "remote_required": True})
         remote = Remote(self.url)
         mine = JobIdentity(read_identity(saves.root), f"/away{saves.root}")
         remote._fs.pipe_file(f"{remote._base}/{IDENTITY_FILE}", encode_record(mine).encode())
@@ -159,9 +160,7 @@ def test_a_training_of_its_own_does_not_begin_with_the_required_remote_of_anothe
 ) -> None:
     one, two = machine("one"), machine("two")
     one.commit(one.start("first"), 1)
-    with CheckpointCoordinator(
-        two.folder / "ckpts", settings=Settings(spool=two.spool, home=two.folder), trigger=Asked()
-    ) as own:
+    with two.open() as own:
         assert own.begin() == 1
     with pytest.raises(ConfigError, match=f"another job, whose root is /away{one.folder}"):
         two.start("second")
@@ -171,22 +170,15 @@ def test_a_training_of_its_own_does_not_begin_with_the_required_remote_of_anothe
 def test_a_new_root_does_not_continue_a_job_whose_root_is_still_here(machine: Make) -> None:
     one, two = machine("one"), machine("two")
     required = {"remote": one.url, "remote_required": True}
-
-    def start(of: Machine) -> CheckpointCoordinator:
-        settings = Settings(spool=of.spool, home=of.folder)
-        return CheckpointCoordinator(
-            of.folder / "ckpts", job=required, settings=settings, trigger=Asked()
-        )
-
-    with start(one) as saves:
+    with one.open(job=required) as saves:
         one.commit(saves, 1)
         identity = read_identity(saves.root)
     with pytest.raises(ConfigError, match=f"another job, whose root is {saves.root};"):
-        start(two)
+        two.open(job=required)
     assert read_identity(two.folder / "ckpts") != identity
     assert [step.step for step in Remote(one.url).list_steps()] == [1]
     shutil.rmtree(saves.root)
-    with start(two) as again:
+    with two.open(job=required) as again:
         assert (again.latest_step(), read_identity(again.root)) == (1, identity)
 
 
@@ -408,10 +400,8 @@ def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(mac
 
 def test_a_root_keeps_its_required_remote_and_is_not_rewound(machine: Make) -> None:
     one = machine("one")
-    saves = one.train("first", 1, 2)
-    settings = Settings(spool=saves.settings.spool, home=one.folder)
-    again = CheckpointCoordinator(saves.root, settings=settings, trigger=Asked())
-    one.closing.callback(again.close, timeout=0)
+    one.train("first", 1, 2)
+    again = one.open()
     assert read_required_remote(again.root) == one.url
     with pytest.raises(ConfigError, match=r"coordinator\.load\(1\)"):
         rewind(again.root, 1)
@@ -428,8 +418,7 @@ def test_a_torn_file_of_the_settings_is_named_and_training_goes_on(machine: Make
     )
     one.commit(saves, 1, sent=False)
     saves.wait_all(60)
-    settings = Settings(spool=saves.settings.spool, home=one.folder)
-    with CheckpointCoordinator(saves.root, settings=settings, trigger=Asked()) as again:
+    with one.open() as again:
         assert again.latest_step() == 1
 
 
