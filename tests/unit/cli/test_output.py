@@ -434,17 +434,6 @@ def test_latest_names_the_newest_checkpoint_and_those_before_it(
         assert run(home, "show", root, name).stdout.startswith(f"step {step} ")
 
 
-def test_a_folder_of_a_step_is_no_root(
-    root: Path, home: dict[str, str], elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for words in (["ls"], ["prune", "--yes"], ["show", 20]):
-        refused = run(home, words[0], root / "global_step_20", *words[1:])
-        assert (refused.exit_code, f"pass the root: {root}\n" in refused.stderr) == (2, True)
-    monkeypatch.chdir(root / "global_step_20")
-    assert run(home, "show", "..", 20).stdout.startswith("step 20 ")
-    assert run(home, "show", 20).exit_code == 2  # no root is guessed
-
-
 def complete(home: dict[str, str], *words: object) -> list[str]:
     """What bash offers for the last word."""
     line = " ".join(map(str, ["trinity-sync", *words]))
@@ -478,12 +467,20 @@ def test_the_shell_completes_roots_steps_and_tags(
     assert complete(home | {"TRINITY_SYNC_SLOTS": "9"}, "show", "ck") == ["ckpts-here"]
 
 
-def test_the_root_may_be_a_url(home: dict[str, str], elsewhere: Path) -> None:
+def test_the_root_may_be_a_url_and_not_the_folder_of_a_step(
+    home: dict[str, str], elsewhere: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit_files(elsewhere / "store", 7)
     done = run(home, "ls", f"file://{elsewhere}/store")
     assert (done.exit_code, done.stdout.startswith("7\t")) == (0, True), done.stderr
     refused = run(home, "prune", "s3://bucket/job", "--yes")
     assert (refused.exit_code, "s3://bucket/job" in refused.stderr) == (2, True), refused.stderr
+    for words in (["ls"], ["prune", "--yes"], ["show", 20]):
+        refused = run(home, words[0], root / "global_step_20", *words[1:])
+        assert (refused.exit_code, f"pass the root: {root}\n" in refused.stderr) == (2, True)
+    monkeypatch.chdir(root / "global_step_20")
+    assert run(home, "show", "..", 20).stdout.startswith("step 20 ")
+    assert run(home, "show", 20).exit_code == 2  # no root is guessed
 
 
 def test_the_settings_of_a_job_are_set_shown_and_restored(

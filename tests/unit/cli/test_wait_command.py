@@ -67,21 +67,7 @@ def wait(root: Path, url: str, *arguments: object) -> Result:
     return CliRunner().invoke(app, ["wait", str(root), *map(str, arguments)], env=home)
 
 
-def test_a_superseded_step_that_is_saved_again_is_waited_for(root: Path) -> None:
-    def answer(tags: list[str]) -> list[dict[str, Any]]:
-        commit_files(root, 40, run=2)
-        return [
-            flow_run(40, 2, "checkpoint", "RUNNING"),
-            flow_run(40, 1, "checkpoint", "COMPLETED"),
-        ]
-
-    with serve(answer) as url:
-        done = wait(root, url, 40, "-o", "json")
-    (row,) = json.loads(done.stdout)["steps"]
-    assert (done.exit_code, row["run"], row["status"]) == (0, 2, "valid")
-
-
-def test_a_step_that_stays_superseded_is_not_committed(root: Path) -> None:
+def test_a_superseded_step_is_waited_for_only_while_it_may_be_saved_again(root: Path) -> None:
     superseded = "step 40 of run 1 in .* is superseded: run 2 resumed from step 20"
     with serve(lambda _: [flow_run(40, 1, "checkpoint", "COMPLETED")]) as url:
         with hold_run(root, 2):
@@ -94,6 +80,18 @@ def test_a_step_that_stays_superseded_is_not_committed(root: Path) -> None:
     with serve(lambda _: [flow_run(40, 2, "checkpoint", "FAILED")]) as url:
         failed = wait(root, url, 40, "--timeout", 60)
     assert (failed.exit_code, "the save of step 40" in failed.stderr) == (1, True)
+
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        commit_files(root, 40, run=2)
+        return [
+            flow_run(40, 2, "checkpoint", "RUNNING"),
+            flow_run(40, 1, "checkpoint", "COMPLETED"),
+        ]
+
+    with serve(answer) as url:
+        done = wait(root, url, 40, "-o", "json")
+    (row,) = json.loads(done.stdout)["steps"]
+    assert (done.exit_code, row["run"], row["status"]) == (0, 2, "valid")
 
 
 def test_all_saves_in_flight_are_waited_for_although_the_step_has_another(root: Path) -> None:

@@ -146,15 +146,7 @@ def differing_bits(left: Any, right: Any, path: str = "") -> list[str]:
     return [] if left == right else [path]
 
 
-def test_a_corrupted_step_is_not_converted(job: Job, trained: Trained, tmp_path: Path) -> None:
-    shard = commit(job, trained.states) / "actor" / shard_file("model", 1, 0)
-    flip_a_byte(shard, -5000)
-    with pytest.raises(CommitError, match="its digest is"):
-        to_dcp(job.root, STEP, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts"]
-
-
-def test_a_folder_that_is_not_empty_is_unchanged(
+def test_a_corrupted_step_is_not_converted_nor_one_into_a_folder_that_is_not_empty(
     job: Job, trained: Trained, tmp_path: Path
 ) -> None:
     commit(job, trained.states)
@@ -164,6 +156,11 @@ def test_a_folder_that_is_not_empty_is_unchanged(
         to_dcp(job.root, STEP, tmp_path / "out")
     with pytest.raises(ConfigError, match="part of the job"):
         to_dcp(job.root, STEP, job.root / "out")
+    shard = step_folder(job.root, STEP) / "actor" / shard_file("model", 1, 0)
+    flip_a_byte(shard, -5000)
+    with pytest.raises(CommitError, match="its digest is"):
+        to_dcp(job.root, STEP, tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts", "out"]
 
 
 def commit_of_two(job: Job, optims: list[Any]) -> None:

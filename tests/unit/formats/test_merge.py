@@ -213,16 +213,6 @@ def test_adapters_are_merged_and_exported(job: Job, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf/lora_adapter/adapter_config.json").read_text())["r"] == 2
 
 
-def test_a_corrupted_source_is_refused_by_name(
-    job: Job, states: dict[int, State], tmp_path: Path
-) -> None:
-    shard = step_folder(job.root, 20) / "actor/model_world_size_2_rank_1.pt"
-    flip_a_byte(shard, -3000)
-    with pytest.raises(CommitError, match=f"{shard} is corrupted"):
-        merge_steps(job.root, "10,20,30", tmp_path / "out")
-    assert steps_on_disk(tmp_path / "out") == []
-
-
 def test_retention_leaves_the_sources_until_the_merge_ends(
     job: Job, states: dict[int, State], tmp_path: Path
 ) -> None:
@@ -300,7 +290,7 @@ def test_steps_are_chosen_by_numbers_names_and_policies(
     assert choose_steps(job.root, words) == chosen
 
 
-def test_what_cannot_be_merged_is_a_sentence_and_changes_nothing(
+def test_what_cannot_be_merged_or_is_corrupted_is_a_sentence_and_changes_nothing(
     job: Job, states: dict[int, State], tmp_path: Path
 ) -> None:
     commit_model(job, 40, {**make_state(4), "embed.weight": torch.zeros(13, 7)})
@@ -325,3 +315,8 @@ def test_what_cannot_be_merged_is_a_sentence_and_changes_nothing(
             merge_steps(job.root, steps, tmp_path / out, **how)  # type: ignore[arg-type]
         assert steps_on_disk(tmp_path / "out") == []
     assert steps_on_disk(job.root) == [10, 20, 30, 40]
+    shard = step_folder(job.root, 20) / "actor/model_world_size_2_rank_1.pt"
+    flip_a_byte(shard, -3000)
+    with pytest.raises(CommitError, match=f"{shard} is corrupted"):
+        merge_steps(job.root, "10,20,30", tmp_path / "out")
+    assert steps_on_disk(tmp_path / "out") == []

@@ -335,7 +335,14 @@ def test_an_altered_or_missing_delta_is_refused_by_name(chain: Path) -> None:
         FolderReader(chain).load()
 
 
-def test_an_altered_complete_version_is_refused_by_name(chain: Path) -> None:
+def test_deltas_in_a_wrong_order_and_an_altered_complete_version_are_refused(chain: Path) -> None:
+    base = load_file(chain / "weight_v000001/model.safetensors")
+    second = apply_delta(base, chain / "weight_v000002")
+    assert same(second, small(2))
+    assert same(base, small(1))
+    for tensors, delta in ((base, 3), (second, 2), (small(7), 2)):
+        with pytest.raises(DeltaError, match=rf"weight_v00000{delta}.*checksum differs"):
+            apply_delta(tensors, chain / f"weight_v00000{delta}")
     complete = chain / "weight_v000001/model.safetensors"
     flip_a_byte(complete, -1)
     with pytest.raises(WeightSyncError, match=r"weight_v000002.*checksum differs"):
@@ -344,16 +351,6 @@ def test_an_altered_complete_version_is_refused_by_name(chain: Path) -> None:
     shutil.copy(chain / "weight_v000001/version.json", chain.parent / "one/latest.json")
     with pytest.raises(WeightSyncError, match="weight_v000001 is corrupted"):
         FolderReader(chain.parent / "one").load()
-
-
-def test_deltas_in_a_wrong_order_are_refused(chain: Path) -> None:
-    base = load_file(chain / "weight_v000001/model.safetensors")
-    second = apply_delta(base, chain / "weight_v000002")
-    assert same(second, small(2))
-    assert same(base, small(1))
-    for tensors, delta in ((base, 3), (second, 2), (small(7), 2)):
-        with pytest.raises(DeltaError, match=rf"weight_v00000{delta}.*checksum differs"):
-            apply_delta(tensors, chain / f"weight_v00000{delta}")
 
 
 def test_a_version_that_is_removed_while_it_is_read_is_replaced_by_a_newer_one(

@@ -198,7 +198,9 @@ def test_own_and_trusted_files_are_loaded_whole(
     assert trap.exists()
 
 
-def test_tensors_and_random_states_of_others_are_loaded(job: Job) -> None:
+def test_tensors_and_random_states_of_others_are_loaded_and_arrays_of_objects_are_not(
+    job: Job, tmp_path: Path
+) -> None:
     rng = {"numpy": np.random.RandomState(1).get_state(), "cpu": torch.get_rng_state()}
     job.commit_states(1, {"model": {"w": torch.randn(3)}, "extra_state": {"rng": rng}})
     own = load_states(job.root, 1, "actor")
@@ -208,9 +210,6 @@ def test_tensors_and_random_states_of_others_are_loaded(job: Job) -> None:
     assert torch.equal(own["model"]["w"], theirs["model"]["w"])
     found = theirs["extra_state"]["rng"]["numpy"]
     assert np.array_equal(rng["numpy"][1], found[1])
-
-
-def test_an_array_of_objects_is_not_plain(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": np.array([Runs(tmp_path / "ran")], dtype=object)}, path)
     of_others(path)

@@ -432,10 +432,9 @@ def test_a_corrupted_copy_is_not_committed_and_sent_again_once_its_file_is_remov
     assert fetch(any_url, 4, tmp_path / "back")[0] == find_newest(tmp_path / "back")
 
 
-def test_a_copy_never_takes_the_place_of_another_step(
-    commit: Callable[..., Job], tmp_path: Path
+def test_a_copy_never_takes_the_place_of_another_step_nor_that_of_an_earlier_run(
+    commit: Callable[..., Job], tmp_path: Path, url: str
 ) -> None:
-    url = f"file://{tmp_path}/store"
     job = commit(4)
     replicate(job.root, url, 4)
     shutil.rmtree(job.root / "global_step_4")
@@ -444,13 +443,6 @@ def test_a_copy_never_takes_the_place_of_another_step(
     with pytest.raises(CommitError, match="Move it away"):
         fetch(url, 4, job.root)
     assert read_manifest(job.root, 4) == before
-
-
-def test_the_copy_of_an_earlier_run_takes_the_place_of_no_step(
-    commit: Callable[..., Job], url: str
-) -> None:
-    job = commit(4)
-    replicate(job.root, url, 4)
     for key in ("first", "second"):
         open_run(job.root, key, 0)
     commit(4, run=2, value=-4)

@@ -43,7 +43,9 @@ def listening() -> Iterator[int]:
         yield made.getsockname()[1]
 
 
-def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
+def test_what_does_not_answer_is_away_and_what_is_named_instead_of_the_stacks_part_is_said(
+    listening: int, tmp_path: Path
+) -> None:
     named = {
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
         "TRINITY_SYNC_STACK__RAY__ADDRESS": f"127.0.0.1:{listening}",
@@ -52,6 +54,14 @@ def test_what_does_not_answer_is_away(listening: int, tmp_path: Path) -> None:
         found = embedded.status(Settings(home=tmp_path))
     assert [part.state for part in found.services[:3]] == ["away", "external", "absent"]
     assert "no Prefect server can be reached at http://127.0.0.1:9" in found.reason
+    ours, theirs = "127.0.0.1:9", f"127.0.0.1:{listening}"
+    state = {"ray_address": ours, "server": None, "ray": None, "worker": None}
+    (tmp_path / "stack.json").write_text(json.dumps(state))
+    for address, differs in ((theirs, True), (ours, False), ("", False)):
+        with environment({"TRINITY_SYNC_STACK__RAY__ADDRESS": address}):
+            sentences = embedded.status(Settings(home=tmp_path)).overrides
+        assert len(sentences) == differs
+        assert all(theirs in sentence and ours in sentence for sentence in sentences)
 
 
 def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_show(
@@ -124,19 +134,6 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
     ):
         embedded.up(settings, worker=False, timeout_s=0.5)
     assert embedded.find(settings) is None
-
-
-def test_what_the_environment_names_instead_of_the_stacks_part_is_said(
-    listening: int, tmp_path: Path
-) -> None:
-    ours, theirs = "127.0.0.1:9", f"127.0.0.1:{listening}"
-    state = {"ray_address": ours, "server": None, "ray": None, "worker": None}
-    (tmp_path / "stack.json").write_text(json.dumps(state))
-    for named, differs in ((theirs, True), (ours, False), ("", False)):
-        with environment({"TRINITY_SYNC_STACK__RAY__ADDRESS": named}):
-            sentences = embedded.status(Settings(home=tmp_path)).overrides
-        assert len(sentences) == differs
-        assert all(theirs in sentence and ours in sentence for sentence in sentences)
 
 
 def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:

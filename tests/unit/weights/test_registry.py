@@ -120,7 +120,7 @@ def test_a_reader_of_an_unknown_step_waits_for_a_later_one() -> None:
     assert VersionRegistry().newer(-1) is None
 
 
-def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast() -> None:
+def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast_which_cannot_be_read() -> None:
     registry = VersionRegistry()
     seen = []
     for source in ("nccl", "checkpoint", "memory"):
@@ -130,9 +130,6 @@ def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast() -> None:
         seen.append(newest.source)
     assert seen == ["nccl", "checkpoint", "memory"]
     assert registry.newest("checkpoint") == version(1, 5, "checkpoint")
-
-
-def test_broadcasts_and_dicts_are_not_readable() -> None:
     registry = VersionRegistry()
     dict_of_2 = replace(version(1, 2), images=())
     for each in (version(1, 1), dict_of_2, version(1, 2, "checkpoint"), version(1, 3, "nccl")):

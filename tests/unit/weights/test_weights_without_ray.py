@@ -238,18 +238,6 @@ def begin_again(job: Job, settings: Settings) -> Job:
     return Job(job.root, open_job_spool(settings.spool, job.root))
 
 
-def test_images_that_outlived_their_root_are_not_read(
-    job: Job, registry: FileRegistry, settings: Settings
-) -> None:
-    """A trainer was killed, its root removed, and the job begun again with the same run number."""
-    upload(job, 11, weights(11))
-    again = begin_again(job, settings)
-    assert newest(registry) is None
-    upload(again, 1, weights(1))
-    assert newest(registry) == (1, 1, "memory")
-    again.stager().close()
-
-
 @pytest.mark.parametrize("source", ["memory", "checkpoint"])
 def test_a_reader_that_runs_on_follows_the_training_that_begins_again_whatever_its_step(
     job: Job, registry: FileRegistry, settings: Settings, source: str
