@@ -219,6 +219,8 @@ def test_weights_and_config_have_the_dtype_that_was_asked_for(
     export_step(job.root, 1, to=tmp_path / "out", dtype=dtype)
     cast = {name: value.to(torch_dtype) for name, value in model.state_dict().items()}
     assert same(weights(tmp_path / "out"), cast)
+    said = json.loads((tmp_path / "out/config.json").read_text())["dtype"]
+    assert f"torch.{said}" == str(torch_dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch_dtype
 
