@@ -1,15 +1,19 @@
 """Retention removes what no policy keeps, never what is needed, and never half a step."""
 
 import json
+import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import environment
 from tests.support.dying import in_a_process
@@ -17,7 +21,6 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.meanwhile import not_listed
 from tests.support.steps import MODEL, commit_files, info
-from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.on_node import prune_after_commit
@@ -32,7 +35,6 @@ from trinity_sync.retention.removal import (
     read_now,
 )
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.settings import Settings
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage import uncommitted as saves
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
@@ -46,15 +48,8 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 from trinity_sync.storage.steps_in_use import pin
 
-DAY = 86400.0
+HOUR, DAY = 3600, 86400
 SPARE_PATTERN = ".trinity_sync/spare/*"
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    made = tmp_path / "ckpts"
-    made.mkdir()
-    return made
 
 
 def rules(checkpoints: str = "last=1", syncs: str = "last=2") -> Rules:
@@ -71,6 +66,28 @@ def prune(
     return drive(root, planned(root, checkpoints, syncs), **other)
 
 
+Event = Callable[[Path], object]
+"""What happens to a root."""
+
+
+def commit(root: Path, *steps: int, **how: Any) -> None:
+    for step in steps:
+        commit_files(root, step, **how)
+
+
+def commits(*steps: int, **how: Any) -> Event:
+    return lambda root: commit(root, *steps, **how)
+
+
+def begins(name: str, step: int, **how: Any) -> Event:
+    """A run begins from a step."""
+    return lambda root: open_run(root, name, step, **how)
+
+
+def tears(step: int) -> Event:
+    return lambda root: os.truncate(root / f"global_step_{step}" / MODEL, 10)
+
+
 def numbers(steps: list[StepInfo]) -> list[int]:
     return [each.step for each in steps]
 
@@ -80,8 +97,7 @@ def spared(done: RemovalPlan) -> dict[int, str]:
 
 
 def test_a_plan_has_removed_steps_and_reasons_for_the_others(root: Path) -> None:
-    for step in range(1, 7):
-        commit_files(root, step)
+    commit(root, *range(1, 7))
     pin(root, 2, "the paper's")
     made = planned(root, "last=2,every=3")
     reasons = {each.step: why for each, why in made.kept}
@@ -100,8 +116,7 @@ def test_a_plan_has_removed_steps_and_reasons_for_the_others(root: Path) -> None
 def test_nothing_is_removed_if_what_keeps_steps_cannot_be_listed(
     root: Path, folder: str, how: str
 ) -> None:
-    for step in range(1, 5):
-        commit_files(root, step)
+    commit(root, *range(1, 5))
     path = root / ".trinity_sync" / folder
     path.parent.mkdir(exist_ok=True)
     shutil.rmtree(path, ignore_errors=True)
@@ -132,8 +147,7 @@ def test_a_removed_step_leaves_no_files(root: Path) -> None:
 def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) -> None:
     for name in ("20200101T000000Z", "20200102T000000Z"):
         (quarantine_folder(root) / name).mkdir(parents=True)
-    for step in (1, 2):
-        commit_files(root, step)
+    commit(root, 1, 2)
     newest = Rules(parse_policy("last=1"), ALL, quarantine=parse_policy("last=1"))
     confirmed = plan_prune(root, newest, 2e9)
     commit_files(root, 3)
@@ -144,45 +158,70 @@ def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) ->
     assert len(list(quarantine_folder(root).iterdir())) == 2
 
 
-def test_checkpoints_and_syncs_are_judged_apart(root: Path) -> None:
-    for step in range(1, 9):
-        commit_files(root, step, kind="checkpoint" if step % 4 == 0 else "state_dict")
-    prune(root, "all", "last=2")
-    assert steps_on_disk(root) == [4, 6, 7, 8]
+FIRST, SECOND = begins("first", 0), begins("second", 10)
+HISTORIES: dict[str, tuple[list[Event], tuple[str, str], list[int], int]] = {
+    "checkpoints and syncs are judged apart": (
+        [commits(1, 2, 3, 5, 6, 7, kind="state_dict"), commits(4, 8)],
+        ("all", "last=2"),
+        [4, 6, 7, 8],
+        8,
+    ),
+    "the newest step of each kind stays": (
+        [commits(10, 20), commits(30, 40, kind="state_dict")],
+        ("last=1", "last=1"),
+        [20, 40],
+        20,
+    ),
+    "what a training resumes from stays though older runs went further": (
+        [commits(10, 20, 30), FIRST, SECOND, commits(20, run=2)],
+        ("last=1", "last=2"),
+        [20],
+        20,
+    ),
+    "the step that a run resumed from stays until it has a checkpoint": (
+        [FIRST, commits(10, 20, 30), SECOND, commits(12, run=2, kind="state_dict")],
+        ("last=1", "last=2"),
+        [10, 12, 30],  # 30 is superseded, and the newest until then
+        30,
+    ),
+    "a corrupted step is no successor and is left to people": (
+        [commits(1, 2, 3), tears(3)],
+        ("last=1", "last=2"),
+        [2, 3],
+        2,
+    ),
+    "what is no commit is left alone": (
+        [
+            lambda root: (root / "global_step_1/actor").mkdir(parents=True),  # veRL's own
+            commits(2),
+            lambda root: (root / "global_step_2/manifest.json").write_text("{torn"),
+            commits(3, 4),
+        ],
+        ("last=1", "last=2"),
+        [1, 2, 4],
+        4,
+    ),
+    "a lone step needs no policy to stay": ([commits(1)], ("every=100", "last=2"), [1], 1),
+}
 
 
-def test_the_newest_step_of_each_kind_is_always_kept(root: Path) -> None:
-    commit_files(root, 10)
-    commit_files(root, 20)
-    commit_files(root, 30, kind="state_dict")
-    commit_files(root, 40, kind="state_dict")
-    prune(root, "every=10", "last=1")
-    assert steps_on_disk(root) == [10, 20, 40]
-    prune(root, "last=1", "last=1")
-    assert steps_on_disk(root) == [20, 40]
-    assert find_newest(root).step == 20
-
-
-def test_what_a_training_resumes_from_stays_though_older_runs_went_further(root: Path) -> None:
-    for step in (10, 20, 30):
-        commit_files(root, step)
-    open_run(root, "first", 0)
-    open_run(root, "second", 10)
-    commit_files(root, 20, run=2)
-    assert find_newest(root).step == 20
-    prune(root)
-    assert steps_on_disk(root) == [20]
+@pytest.mark.parametrize("name", HISTORIES)
+def test_what_a_resume_or_a_reader_needs_stays_and_the_rest_goes(root: Path, name: str) -> None:
+    history, policies, left, newest = HISTORIES[name]
+    for event in history:
+        event(root)
+    prune(root, *policies)
+    assert steps_on_disk(root) == left
+    assert find_newest(root).step == newest
 
 
 def begun_again(root: Path) -> None:
     """A training of three steps; then one that begins at step 0, by mistake maybe."""
     open_run(root, "first", 0)
-    for step in (8000, 9000, 10000):
-        commit_files(root, step)
+    commit(root, 8000, 9000, 10000)
     commit_files(root, 10001, kind="state_dict")
     open_run(root, "second", 0)
-    for step in (10, 20, 30, 40):
-        commit_files(root, step, run=2)
+    commit(root, 10, 20, 30, 40, run=2)
 
 
 def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: Path) -> None:
@@ -249,21 +288,10 @@ def test_superseded_steps_count_neither_as_last_nor_as_best(
 
 def test_superseded_steps_go_though_the_newest_is_corrupted_and_its_base_stays(root: Path) -> None:
     rolled_back(root)
-    os.truncate(root / "global_step_25" / MODEL, 10)
+    tears(25)(root)
     prune(root)
     assert steps_on_disk(root) == [20, 25]
     assert find_newest(root).step == 20
-
-
-def test_a_superseded_step_is_the_newest_until_its_successor_has_a_checkpoint(root: Path) -> None:
-    open_run(root, "first", 0)
-    for step in (10, 20, 30):
-        commit_files(root, step)
-    open_run(root, "second", 10, resumed_run=1)
-    commit_files(root, 12, run=2, kind="state_dict")
-    prune(root)
-    assert steps_on_disk(root) == [10, 12, 30]
-    assert (find_newest(root).step, find_newest(root, "state_dict").step) == (30, 12)
 
 
 def test_what_an_abandoned_run_superseded_counts_again_for_a_run_that_continues_it(
@@ -352,18 +380,6 @@ def test_a_failed_or_missing_export_does_not_keep_its_step(root: Path) -> None:
     assert steps_on_disk(root) == [30]
 
 
-def test_the_step_that_a_run_resumed_from_stays_until_it_has_a_checkpoint(root: Path) -> None:
-    for step in (10, 20, 30):
-        commit_files(root, step)
-    open_run(root, "first", 0)
-    open_run(root, "second", 10)
-    prune(root)
-    assert steps_on_disk(root) == [10, 30]
-    commit_files(root, 15, run=2)
-    prune(root)
-    assert steps_on_disk(root) == [15]
-
-
 def test_the_newest_healthy_step_is_kept_for_its_kind_with_the_reason(root: Path) -> None:
     bad = {"nonfinite": "9 non-finite values in actor/model"}
     steps = [info(1), info(2), info(3, kinds=("state_dict",)), info(4, **bad), info(5, **bad)]
@@ -377,15 +393,12 @@ def test_the_newest_healthy_step_is_kept_for_its_kind_with_the_reason(root: Path
 
 def test_a_healthy_step_stays_if_its_healthy_successor_was_replaced_meanwhile(job: Job) -> None:
     for step in (1, 2, 3):
-        job.commit_states(
-            step, {"model": {"w": torch.full((9,), float(step if step < 3 else "nan"))}}
-        )
+        value = step if step < 3 else torch.nan
+        job.commit_states(step, {"model": {"w": torch.full((9,), float(value))}})
     plan = planned(job.root)
     assert (numbers(list(plan.removed)), plan.healthy["checkpoint"].step) == ([1], 2)
     manifest = read_manifest(job.root, 2)
     unhealthy = read_manifest(job.root, 3)
-    assert manifest
-    assert unhealthy
     files = tuple(
         replace(a, health=b.health) for a, b in zip(manifest.files, unhealthy.files, strict=True)
     )
@@ -393,47 +406,18 @@ def test_a_healthy_step_stays_if_its_healthy_successor_was_replaced_meanwhile(jo
     assert "the newer step 2 has 9 non-finite values" in spared(drive(job.root, plan))[1]
 
 
-def test_a_corrupted_step_is_no_successor_and_is_left_to_people(root: Path) -> None:
-    for step in (1, 2, 3):
-        commit_files(root, step)
-    os.truncate(root / "global_step_3" / MODEL, 10)
-    made = planned(root)
-    assert {each.step: why for each, why in made.kept}[3].startswith("the latest pointer")
-    assert "is corrupted" in made.kept[-1][1]
-    drive(root, made)
-    assert steps_on_disk(root) == [2, 3]
-    assert find_newest(root).step == 2
-
-
-def test_what_is_no_commit_is_left_alone(root: Path) -> None:
-    (root / "global_step_1/actor").mkdir(parents=True)  # veRL's own, or a save in flight
-    commit_files(root, 2)
-    (root / "global_step_2/manifest.json").write_text("{torn")
-    commit_files(root, 3)
-    commit_files(root, 4)
-    prune(root)
-    assert steps_on_disk(root) == [1, 2, 4]
-
-
 def test_a_policy_that_keeps_nothing_is_refused(root: Path) -> None:
-    for step in (1, 2, 3):
-        commit_files(root, step)
+    commit(root, 1, 2, 3)
     with pytest.raises(ConfigError, match=r"'every=100' keeps none of its 3 steps.* Add last=1"):
         planned(root, "every=100")
     assert steps_on_disk(root) == [1, 2, 3]
-
-
-def test_a_lone_step_needs_no_policy_to_stay(root: Path) -> None:
-    commit_files(root, 1)
-    assert prune(root, "every=100").removed == ()
 
 
 # what happens between the plan and its end
 
 
 def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
-    for step in (1, 2, 3, 4):
-        commit_files(root, step)
+    commit(root, 1, 2, 3, 4)
     made = planned(root)
     pin(root, 1)
     lease = acquire_lease(root, 2, "explorer 7")
@@ -444,40 +428,40 @@ def test_a_step_that_is_claimed_after_the_plan_is_spared(root: Path) -> None:
     assert numbers(prune(root).removed) == [2]
 
 
-def test_no_step_is_removed_before_a_newer_one_is_valid(root: Path) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
+SINCE: dict[str, tuple[list[Event], Event, int, str]] = {
+    "the newest is torn": ([commits(1, 2)], tears(2), 1, "the newer step 2 is not valid"),
+    "the newest has become older": (
+        [commits(9), commits(5, run=2)],
+        commits(5),
+        9,
+        "step 5 is no longer newer",
+    ),
+    "it was committed again": (
+        [commits(1, 2, 3)],
+        commits(1, run=2),
+        1,
+        "it was committed again meanwhile",
+    ),
+    "a pointer has moved": (
+        [commits(1, 2)],
+        lambda root: (root / "latest_checkpointed_iteration.txt").write_text("1"),
+        1,
+        "the latest pointer of checkpoints names it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINCE)
+def test_a_step_is_spared_for_what_has_come_after_the_plan(root: Path, name: str) -> None:
+    history, event, step, why = SINCE[name]
+    for each in history:
+        each(root)
     made = planned(root)
-    os.truncate(root / "global_step_2" / MODEL, 10)
-    done = drive(root, made)
-    assert done.removed == ()
-    assert "the newer step 2 is not valid" in spared(done)[1]
-    assert find_newest(root).step == 1
-
-
-def test_a_step_is_spared_if_the_newest_one_has_become_older(root: Path) -> None:
-    commit_files(root, 9)
-    commit_files(root, 5, run=2)
-    made = planned(root)
-    assert numbers(made.removed) == [9]
-    commit_files(root, 5)
-    assert spared(drive(root, made)) == {9: "step 5 is no longer newer"}
-
-
-def test_a_step_that_was_committed_again_after_the_plan_is_spared(root: Path) -> None:
-    for step in (1, 2, 3):
-        commit_files(root, step)
-    made = planned(root)
-    commit_files(root, 1, run=2)
-    assert spared(drive(root, made)) == {1: "it was committed again meanwhile"}
-
-
-def test_a_pointer_that_moved_after_the_plan_is_respected(root: Path) -> None:
-    for step in (1, 2):
-        commit_files(root, step)
-    made = planned(root)
-    (root / "latest_checkpointed_iteration.txt").write_text("1")
-    assert "latest pointer" in spared(drive(root, made))[1]
+    assert step in numbers(made.removed)
+    event(root)
+    (found,) = spared(drive(root, made)).items()
+    assert (found[0], why in found[1]) == (step, True)
+    require_committed(root, step)
 
 
 def test_a_step_with_a_pending_checkpoint_is_kept(job: Job) -> None:
@@ -496,14 +480,12 @@ def test_a_superseded_image_keeps_no_step(job: Job) -> None:
     open_run(job.root, "first", 0)
     job.stage(20, {"model": {"w": torch.ones(3)}})  # its save fails, and its slot is not needed
     open_run(job.root, "second", 10)
-    for step in (20, 30):
-        commit_files(job.root, step, run=2)
+    commit(job.root, 20, 30, run=2)
     assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [20]
 
 
 def test_a_step_with_a_write_in_flight_is_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2, 3):
-        commit_files(job.root, step)
+    commit(job.root, 1, 2, 3)
     (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
     spool = job.spool.folder.parent
     receipt = CallableStatus("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
@@ -514,8 +496,7 @@ def test_a_step_with_a_write_in_flight_is_kept(job: Job, monkeypatch: pytest.Mon
 
 
 def test_a_step_whose_writes_in_flight_cannot_be_listed_is_kept(job: Job) -> None:
-    for step in (1, 2):
-        commit_files(job.root, step)
+    commit(job.root, 1, 2)
     with not_listed(job.root / "global_step_1/actor"), pytest.raises(PermissionError):
         prune(job.root)
     assert steps_on_disk(job.root) == [1, 2]
@@ -533,8 +514,7 @@ def ticket_of(job: Job, step: int) -> Path:
 def test_a_ticket_without_a_step_keeps_no_step_and_is_named(
     job: Job, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for step in (1, 2, 3):
-        commit_files(job.root, step)
+    commit(job.root, 1, 2, 3)
     path = ticket_of(job, 9)
     path.write_bytes(content)
     done = prune(job.root, spool=job.spool.folder.parent)
@@ -545,8 +525,7 @@ def test_a_ticket_without_a_step_keeps_no_step_and_is_named(
 
 @pytest.mark.parametrize("change", [{"format": 99}, {"rank": 3}, {"components": "no list"}])
 def test_an_altered_ticket_keeps_the_step_that_it_names(job: Job, change: dict[str, Any]) -> None:
-    for step in (1, 2, 3):
-        commit_files(job.root, step)
+    commit(job.root, 1, 2, 3)
     path = ticket_of(job, 2)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     spool = job.spool.folder.parent
@@ -560,8 +539,7 @@ def test_an_altered_ticket_keeps_the_step_that_it_names(job: Job, change: dict[s
 
 
 def test_a_torn_callable_status_keeps_its_own_step_only(job: Job) -> None:
-    for step in (1, 2, 3):
-        commit_files(job.root, step)
+    commit(job.root, 1, 2, 3)
     write_status(job.spool, CallableStatus("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
     (path,) = job.spool.receipts.iterdir()
     path.write_text('{"st')
@@ -573,16 +551,14 @@ def test_a_torn_callable_status_keeps_its_own_step_only(job: Job) -> None:
 
 
 def test_large_files_of_one_step_are_kept_for_reuse(root: Path) -> None:
-    for step in (1, 2, 3, 4):
-        commit_files(root, step, nbytes=2 * WORTHWHILE)
+    commit(root, 1, 2, 3, 4, nbytes=2 * WORTHWHILE)
     prune(root)
     assert len(list(root.glob(SPARE_PATTERN))) == 1
     assert acquire_spare(root, root / "next", WORTHWHILE)
 
 
 def test_without_block_reuse_all_space_is_freed(root: Path) -> None:
-    for step in (1, 2):
-        commit_files(root, step, nbytes=2 * WORTHWHILE)
+    commit(root, 1, 2, nbytes=2 * WORTHWHILE)
     drive(root, planned(root), recycle=False)
     assert list(root.glob(SPARE_PATTERN)) == []
 
@@ -592,8 +568,7 @@ def test_without_block_reuse_all_space_is_freed(root: Path) -> None:
 
 def history(root: Path) -> Path:
     root.mkdir()
-    for step in (1, 2, 3):
-        commit_files(root, step, nbytes=WORTHWHILE)
+    commit(root, 1, 2, 3, nbytes=WORTHWHILE)
     return root
 
 
@@ -614,17 +589,6 @@ def test_a_killed_prune_leaves_complete_steps_or_none(tmp_path: Path) -> None:
             assert spare.stat().st_nlink == 1
 
 
-def test_metrics_of_two_calls_add_up_and_those_of_another_run_stand_by_themselves(
-    root: Path,
-) -> None:
-    write_metrics(root, 1, 4, {"reward": 1.0, "loss": 3.0})
-    write_metrics(root, 1, 4, {"reward": 2.0})
-    assert read_metrics(root, 1, 4) == {"reward": 2.0, "loss": 3.0}
-    write_metrics(root, 2, 4, {"reward": 5.0})
-    assert read_metrics(root, 1, 4) == {"reward": 2.0, "loss": 3.0}
-    assert read_metrics(root, 2, 4) == {"reward": 5.0}
-
-
 def test_the_removal_of_a_step_leaves_the_metrics_that_a_later_run_recorded_for_it(
     root: Path,
 ) -> None:
@@ -638,22 +602,6 @@ def test_the_removal_of_a_step_leaves_the_metrics_that_a_later_run_recorded_for_
     assert read_metrics(root, 2, 4)["loss"] == 2.0
     remove_metrics(root, 4, 2)
     assert not list((root / ".trinity_sync/metrics").glob("*.json"))
-
-
-def test_a_training_records_metrics_before_and_after_the_commit(job: Job) -> None:
-    settings = Settings(spool=job.spool.folder.parent, home=job.root.parent / "home")
-    saves = CheckpointCoordinator(job.root, settings=settings)
-    saves.record_metrics(4, {"reward": torch.tensor(0.25)})
-    saves.save(4, {"model": {"w": torch.zeros(3)}})
-    job.commit(4)
-    saves.record_metrics(4, {"loss": 2})
-    with pytest.raises(ConfigError, match="cannot be used in a retention policy"):
-        saves.record_metrics(4, {"eval:reward": 1.0})
-    with pytest.raises(ConfigError, match="is not a number"):
-        saves.record_metrics(4, {"reward": "high"})
-    saves.close()
-    (step,) = describe_steps(RootSteps(job.root))
-    assert step.metrics == {"reward": 0.25, "loss": 2.0}
 
 
 def prune_after(root: Path, step: int, keep: int, home: Path) -> None:
@@ -694,3 +642,101 @@ def test_the_keep_of_a_save_removes_no_step_that_the_policy_of_the_job_keeps(
     write_job_settings(root, {"keep": policy})
     prune_after(root, 4, 2, tmp_path)
     assert steps_on_disk(root) == left
+
+
+REWARDS = {6: -math.inf, 10: 0.1, 20: 0.9, 30: 0.5, 40: math.nan, 45: math.inf}
+
+
+def kept_by(policy: str, steps: list, now: float = 0.0) -> list[int]:
+    return sorted(parse_policy(policy).keeps(steps, now))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("all", [10, 20, 30, 40, 50]),
+        ("all,last=1", [10, 20, 30, 40, 50]),
+        ("2", [40, 50]),
+        ("last=2", [40, 50]),
+        ("last=9", [10, 20, 30, 40, 50]),
+        ("every=20", [20, 40]),
+        ("last=1, every=20", [20, 40, 50]),
+        ("newer=25s", [30, 40, 50]),
+    ],
+)
+def test_a_policy_keeps(policy: str, expected: list[int]) -> None:
+    assert kept_by(policy, [info(step) for step in (10, 20, 30, 40, 50)], now=50) == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("best=1:reward:max", [20, 50]),
+        ("best=2:reward:max", [20, 30, 50]),
+        ("best=1:reward:min", [10, 50]),
+        ("best=9:reward:min", [10, 20, 30, 50]),
+    ],
+)
+def test_the_best_are_kept_and_those_that_wait_for_their_metric(
+    policy: str, expected: list[int]
+) -> None:
+    steps = [info(step, metrics={"reward": value}) for step, value in REWARDS.items()]
+    assert kept_by(policy, [info(5), *steps, info(50)]) == expected
+
+
+def test_a_metric_that_no_step_has_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"no step has the metric 'rewrd' \(known: loss, re"):
+        kept_by("best=1:rewrd:max", [info(1, metrics={"reward": 1, "loss": 2})])
+    assert kept_by("best=1:reward:max", []) == []
+
+
+def test_a_step_an_hour_and_a_step_a_day_are_kept() -> None:
+    steps = [info(n, committed_at=n * HOUR / 2) for n in range(96)]  # two days, two an hour
+    assert kept_by("hourly=3", steps) == [90, 92, 94]
+    assert kept_by("daily=7", steps) == [0, 48]
+    assert kept_by("hourly=3,daily=1", steps) == [48, 90, 92, 94]
+
+
+def test_the_last_step_of_the_last_run_is_newer_than_a_later_step_of_an_earlier_run() -> None:
+    steps = sorted([info(30), info(20, run=2), info(10)], key=lambda each: each.age)
+    assert kept_by("last=1", steps) == [20]
+
+
+@given(
+    times=st.lists(st.integers(0, 10 * DAY), min_size=1, max_size=40),
+    policy=st.sampled_from(["hourly=3", "daily=2", "hourly=2,every=7", "last=2,daily=3"]),
+)
+def test_what_is_kept_once_is_kept_when_the_rest_is_gone(times: list[int], policy: str) -> None:
+    steps = [info(step, committed_at=at) for step, at in enumerate(sorted(times))]
+    chosen = kept_by(policy, steps)
+    assert kept_by(policy, [each for each in steps if each.step in chosen]) == chosen
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["last=3,every=100,hourly=24,best=2:reward:max", "newer=36h,weekly=4", "newer=90s", "all"],
+)
+def test_the_short_form_comes_back_as_it_was(text: str) -> None:
+    assert str(parse_policy(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "''"),
+        ("lst=3", "'lst=3'"),
+        ("last=3;every=5", "'last=3;every=5'"),
+        ("last=-1", "'last=-1'"),
+        ("every=0", "'every=0'"),
+        ("last=2,", "''"),
+        ("newer=2", "'newer=2'"),
+        ("best=2:reward", "'best=2:reward'"),
+        ("best=2:reward:most", "'best=2:reward:most'"),
+        ("-1", "'-1'"),
+    ],
+)
+def test_a_word_that_is_not_understood_is_a_sentence(text: str, word: str) -> None:
+    with pytest.raises(ConfigError, match="is unknown") as error:
+        parse_policy(text)
+    assert word in str(error.value)
+    assert "best=2:reward:max" in str(error.value)
