@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from tests.support.meanwhile import fail_to_read
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from tests.support.savers import await_that, end_savers
 from tests.unit.conftest import Open
-from trinity_sync.client import commit_watcher
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.prefect_api import ask_server
@@ -282,20 +281,6 @@ def test_a_save_whose_root_is_gone_fails_for_the_reason_that_its_images_have(job
     watcher.close()
 
 
-def test_a_wait_without_a_limit_ends_once_the_root_has_been_away_for_long(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commit_watcher, "PATIENCE_S", 0.1)
-    (request,) = requests_in(job.root, [1], components=("model",))
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    job.spool.away.write_text(f"{job.root} is not mounted here")
-    watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
-    watcher.follow(request)
-    with pytest.raises(SaveTimeoutError, match=r"is not mounted here.* may still commit"):
-        watcher.wait(None)
-    watcher.close()
-
-
 @pytest.mark.parametrize("told", ["nothing", "completed"])
 def test_a_save_whose_root_goes_away_after_its_commit_is_not_taken_for_lost(
     job: Job, told: str
@@ -393,42 +378,34 @@ def test_images_of_a_committed_save_are_compared_with_it_as_its_export_fails(job
 
 
 @contextmanager
-def completed(job: Job, *requests: SaveRequest) -> Iterator[CommitWatcher]:
-    """A watcher of saves that have completed."""
-    for request in requests:
-        append(request, "completed")
-    watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
-    yield watcher
-    watcher.close()
+def completed(job: Job, request: SaveRequest, rank: int = 0) -> Iterator[CommitWatcher]:
+    """A rank's watcher of a save that has completed."""
+    append(request, "completed")
+    trigger = Quiet(Settings(spool=job.spool.folder.parent))
+    with closing(CommitWatcher(trigger, job.spool, rank=rank)) as watcher:
+        yield watcher
 
 
-def test_a_step_that_is_submitted_again_after_it_was_removed_is_not_taken_for_committed(
-    job: Job,
+@pytest.mark.parametrize("what", ["images", "functions"])
+def test_what_is_submitted_again_after_its_step_was_removed_is_not_taken_for_committed(
+    job: Job, what: str
 ) -> None:
     for step in (4, 5):
         job.commit_states(step, {"model": {"w": torch.full((3,), step)}})
     prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), 0))
-    job.stage(4, {"model": {"w": torch.full((3,), 4)}})
-    ((again,), _) = job.spool.tickets()
-    (request,) = requests_in(job.root, [4], components=("model",))
+    if what == "images":
+        job.stage(4, {"model": {"w": torch.full((3,), 4)}})
+        told = "model of step 4, role actor, rank 0 is not saved"
+    else:
+        write_status(job.spool, CallableStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
+        told = "it completed without that step being committed"
+    images = [each.ticket.image for each in job.spool.tickets()[0]]
+    components = ("model",) if what == "images" else ()
+    (request,) = requests_in(job.root, [4], components=components)
     with completed(job, request) as watcher:
-        watcher.follow(request, images=[again.ticket.image])
+        watcher.follow(request, images=images)
         (failure,) = watcher.wait(time.monotonic() + 30)
-    assert "model of step 4, role actor, rank 0 is not saved" in failure
-
-
-def test_functions_that_run_again_after_their_step_was_removed_are_not_taken_for_committed(
-    job: Job,
-) -> None:
-    for step in (4, 5):
-        job.commit_states(step, {"model": {"w": torch.full((3,), step)}})
-    prune(job.root, plan_prune(job.root, Rules(parse_policy("last=1"), ALL), 0))
-    write_status(job.spool, CallableStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
-    (request,) = requests_in(job.root, [4], components=())
-    with completed(job, request) as watcher:
-        watcher.follow(request)
-        (failure,) = watcher.wait(time.monotonic() + 30)
-    assert "it completed without that step being committed" in failure
+    assert told in failure
 
 
 @pytest.mark.parametrize("how", ["removed", "reduced", "replaced", "rewound"])
@@ -466,16 +443,16 @@ def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_s
     assert "upgrade trinity-sync in this environment" in failure
 
 
-@pytest.mark.parametrize("value", [1, 2])
+@pytest.mark.parametrize(("value", "rank"), [(1, 0), (2, 0), (1, 1), (2, 1)])
 def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a_worker(
-    job: Job, value: int
+    job: Job, value: int, rank: int
 ) -> None:
     (request,) = requests_in(job.root, [4], components=("model",))
     job.commit_states(4, {"model": {"w": torch.ones(3)}})
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(4, {"model": {"w": torch.full((3,), float(value))}})
     ((late,), _) = job.spool.tickets()
-    with completed(job, request) as watcher:
+    with completed(job, request, rank) as watcher:
         watcher.follow(request, images=[late.ticket.image])
         failures = watcher.wait(time.monotonic() + 30)
     if value == 1:
