@@ -18,6 +18,7 @@ from tests.support.disk import noted_syncs
 from tests.support.dying import in_a_process
 from tests.support.forked import Program
 from tests.support.job import Job
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from trinity_sync.errors import ConfigError, SaveError
 from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, step_folder
@@ -86,13 +87,8 @@ def second_name(name: Path, other: Path) -> None:
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("make", [link_to_a_file, link_to_its_folder, second_name])
 def test_a_file_that_others_may_write_into_is_copied_and_stays(
-    coordinator_of: Open,
-    job: Job,
-    tmp_path: Path,
-    make: Callable[[Path, Path], None],
-    outside: bool,
+    saves: Saves, job: Job, tmp_path: Path, make: Callable[[Path, Path], None], outside: bool
 ) -> None:
-    saves = coordinator_of()
     written = written_by_other_code(job.root, 4, {"actor/b.pt": b"own"})
     other = tmp_path / "other" if outside else written.parent / "blobs"
     for folder in (other, written / "linked"):
@@ -111,10 +107,7 @@ def test_a_file_that_others_may_write_into_is_copied_and_stays(
     assert list(attaching_folder(job.root).iterdir()) == []
 
 
-def test_one_that_could_not_be_synced_is_in_no_commit_of_a_retry(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves = coordinator_of()
+def test_one_that_could_not_be_synced_is_in_no_commit_of_a_retry(saves: Saves, job: Job) -> None:
     saves.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
     saves.save(4, MODEL)
     with noted_syncs(failing="data.pt"):
@@ -147,8 +140,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert (step_folder(job.root, 4) / name).read_bytes() == b"17"
 
 
-def test_a_step_that_lacks_one_of_them_is_not_committed(coordinator_of: Open, job: Job) -> None:
-    saves = coordinator_of()
+def test_a_step_that_lacks_one_of_them_is_not_committed(saves: Saves, job: Job) -> None:
     written = written_by_other_code(job.root, 4, {"data.pt": b"17", QUEUE: b"queue"})
     saves.attach_written(written, step=4)
     saves.save(4, MODEL)
@@ -159,9 +151,8 @@ def test_a_step_that_lacks_one_of_them_is_not_committed(coordinator_of: Open, jo
 
 
 def test_a_folder_that_is_no_saves_own_or_comes_too_late_is_refused(
-    coordinator_of: Open, job: Job, tmp_path: Path
+    saves: Saves, job: Job, tmp_path: Path
 ) -> None:
-    saves = coordinator_of()
     with pytest.raises(ConfigError, match=r"attaching/NAME/global_step_4"):
         saves.attach_written(tmp_path / "own" / "global_step_4", step=4)
     saves.save(4, MODEL)
@@ -216,12 +207,11 @@ def test_a_commit_that_dies_anywhere_and_is_retried_has_all_of_them(
 
 
 def test_a_file_system_without_links_has_copies(
-    coordinator_of: Open, job: Job, monkeypatch: pytest.MonkeyPatch
+    saves: Saves, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(*_: object) -> None:
         raise OSError(1, "Operation not permitted")
 
-    saves = coordinator_of()
     saves.attach_written(written_by_other_code(job.root, 4, {"data.pt": b"17"}), step=4)
     saves.save(4, MODEL)
     with monkeypatch.context() as without:
@@ -231,106 +221,80 @@ def test_a_file_system_without_links_has_copies(
 
 
 def test_a_folder_is_committed_as_it_was_when_save_returned(
-    coordinator_of: Open, job: Job, tmp_path: Path
+    saves: Saves, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"a.bin": b"a" * 10_000, "below/b": b"b", "none": b""}
+    """With the files behind its links, and a relative one as it is at the call."""
+    files = {"queue/a.bin": b"a" * 10_000, "queue/none": b"", "shared/c": b"c", "shared/d/e": b"e"}
     for name, content in files.items():
-        (tmp_path / "queue" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "queue" / name).write_bytes(content)
-    saves = coordinator_of()
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    links = {"one": tmp_path / "shared", "own/two": "../../shared/d", "e": "one/d/e"}
+    (tmp_path / "queue" / "own").mkdir()
+    for name, target in links.items():
+        (tmp_path / "queue" / name).symlink_to(target)
     saves.attach("a.bin", b"small", step=4)
-    saves.attach_folder("queue", tmp_path / "queue", step=4)
+    monkeypatch.chdir(tmp_path)
+    saves.attach_folder("queue", "queue", step=4)
+    monkeypatch.chdir("/")
     saves.save(4, MODEL)
     (tmp_path / "queue" / "a.bin").write_bytes(b"changed afterwards")
     commit(job, 4)
     saves.restore_folder(4, "queue", tmp_path / "copy")
-    assert files_below(tmp_path / "copy") == files
+    own = {"a.bin": b"a" * 10_000, "none": b""}
+    behind_links = {"one/c": b"c", "one/d/e": b"e", "own/two/e": b"e", "e": b"e"}
+    assert files_below(tmp_path / "copy") == own | behind_links
     assert saves.attachment(4, "a.bin") == b"small"
 
 
-def test_the_files_behind_links_of_a_folder_are_committed(
-    coordinator_of: Open, job: Job, tmp_path: Path
-) -> None:
-    files = {"shared/a.bin": b"a", "shared/below/b": b"b"}
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "queue" / "own").mkdir(parents=True)
-    (tmp_path / "queue" / "one").symlink_to(tmp_path / "shared")
-    (tmp_path / "queue" / "own" / "two").symlink_to("../../shared/below")
-    (tmp_path / "queue" / "b").symlink_to("one/below/b")
-    saves = coordinator_of()
-    saves.attach_folder("queue", tmp_path / "queue", step=4)
-    saves.save(4, MODEL)
-    commit(job, 4)
-    saves.restore_folder(4, "queue", tmp_path / "copy")
-    assert files_below(tmp_path / "copy") == {
-        "one/a.bin": b"a",
-        "one/below/b": b"b",
-        "own/two/b": b"b",
-        "b": b"b",
-    }
-
-
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("name", "make", "reason"),
     [
-        (os.mkfifo, r"below/it cannot be saved: it is neither a file nor a folder"),
-        (lambda path: path.symlink_to("nowhere"), r"below/it cannot be saved: it is neither"),
-        (lambda path: path.symlink_to(".."), r"below/it cannot be saved: it is a link to a folder"),
-        (lambda path: path.symlink_to(path), r"below/it cannot be saved: it is neither"),
+        ("it", os.mkfifo, "cannot be saved: it is neither a file nor a folder"),
+        ("it", lambda path: path.symlink_to("nowhere"), "cannot be saved: it is neither"),
+        ("it", lambda path: path.symlink_to(".."), "cannot be saved: it is a link to a folder"),
+        ("it", lambda path: path.symlink_to(path), "cannot be saved: it is neither"),
+        ("a" * 201, Path.touch, "at most 200 bytes"),
     ],
-    ids=["FIFO", "broken link", "loop", "link to itself"],
+    ids=["FIFO", "broken link", "loop", "link to itself", "long name"],
 )
 def test_what_no_step_can_have_of_a_folder_is_refused_by_its_name(
-    coordinator_of: Open, tmp_path: Path, make: Callable[[Path], object], reason: str
+    saves: Saves, tmp_path: Path, name: str, make: Callable[[Path], object], reason: str
 ) -> None:
     (tmp_path / "queue" / "below").mkdir(parents=True)
-    make(tmp_path / "queue" / "below" / "it")
-    with pytest.raises(ConfigError, match=reason):
-        coordinator_of().attach_folder("queue", tmp_path / "queue", step=4)
+    make(tmp_path / "queue" / "below" / name)
+    with pytest.raises(ConfigError, match=f"below/{name}.* {reason}"):
+        saves.attach_folder("queue", tmp_path / "queue", step=4)
+    with pytest.raises(ConfigError, match="is no folder"):
+        saves.attach_folder("queue", tmp_path / "none", step=4)
 
 
 def test_a_folder_without_files_is_attached_like_any_other_and_restored_as_one(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
+    """Next to one with a file of the name that marks an empty folder."""
     job.world_size = 2
     (tmp_path / "queue" / "below").mkdir(parents=True)
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a").write_bytes(b"a")
+    for name in (EMPTY_FOLDER, "a"):
+        (tmp_path / "full" / name).write_bytes(b"a")
     ranks = [coordinator_of(rank, 2, trigger=CommitsHere()) for rank in (0, 1)]
     for saves, name in zip(reversed(ranks), ("full", "queue"), strict=True):
         saves.attach_folder("queue", tmp_path / name, step=4)
         saves.save(4, MODEL)
     ranks[0].wait_all(30)
-    for rank, files in enumerate(([], ["a"])):
+    for rank, files in enumerate((set(), {EMPTY_FOLDER, "a"})):
         to = tmp_path / "back" / str(rank)
         ranks[rank].restore_folder(4, "queue", to)
-        assert [path.name for path in to.iterdir()] == files
-
-
-def test_a_file_with_the_name_of_the_mark_of_an_empty_folder_is_restored_next_to_others(
-    coordinator_of: Open, job: Job, tmp_path: Path
-) -> None:
-    saves = coordinator_of()
-    (tmp_path / "queue").mkdir()
-    for name in (EMPTY_FOLDER, "a"):
-        (tmp_path / "queue" / name).write_bytes(b"x")
-    saves.attach_folder("queue", tmp_path / "queue", step=4)
-    saves.save(4, MODEL)
-    job.commit(4, "model", "attachments")
-    saves.restore_folder(4, "queue", tmp_path / "back")
-    assert {path.name for path in (tmp_path / "back").iterdir()} == {EMPTY_FOLDER, "a"}
+        assert {path.name for path in to.iterdir()} == files
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "remove"])
 def test_a_folder_that_changes_before_its_save_fails_the_save(
-    coordinator_of: Open, job: Job, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+    saves: Saves, job: Job, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "queue" / "a.bin"
     path.parent.mkdir()
     path.write_bytes(b"a" * 10_000)
-    saves = coordinator_of()
     saves.save(3, MODEL)
     saves.attach_folder("queue", path.parent, step=4)
     copy = saves._stager.copy
@@ -343,17 +307,10 @@ def test_a_folder_that_changes_before_its_save_fails_the_save(
         return copy(plan)
 
     monkeypatch.setattr(saves._stager, "copy", change_it)
-    handle = saves.save(4, MODEL)
-    assert str(path) in handle.failure
+    assert str(path) in saves.save(4, MODEL).failure
     commit(job, 3)
     with pytest.raises(SaveError, match="step 4"):
         saves.wait_all(60)
-    monkeypatch.undo()
-    path.write_bytes(b"again")
-    saves.attach_folder("queue", path.parent, step=5)
-    saves.save(5, MODEL)
-    commit(job, 5)
-    assert (step_folder(job.root, 5) / "attachments" / "queue" / "a.bin").read_bytes() == b"again"
 
 
 def bind(path: Path) -> None:
@@ -398,35 +355,3 @@ def test_a_live_folder_that_cannot_be_attached_fails_its_step_until_it_can(
     saves.save(4, MODEL)
     job.commit(4, "model", "attachments")
     assert (step_folder(job.root, 4) / "attachments/queue/items").read_bytes() == b"items"
-
-
-def test_a_folder_that_is_none_or_was_removed_or_has_too_long_a_name_is_named(
-    coordinator_of: Open, job: Job, tmp_path: Path
-) -> None:
-    saves = coordinator_of()
-    with pytest.raises(ConfigError, match="is no folder"):
-        saves.attach_folder("queue", tmp_path / "none", step=3)
-    (tmp_path / "queue").mkdir()
-    (tmp_path / "queue" / ("a" * 201)).touch()
-    with pytest.raises(ConfigError, match="at most 200 bytes"):
-        saves.attach_folder("queue", tmp_path / "queue", step=3)
-    saves.save(3, MODEL)
-    (tmp_path / "queue" / ("a" * 201)).rename(tmp_path / "queue" / "a.bin")
-    saves.attach_folder("queue", tmp_path / "queue", step=4)
-    (tmp_path / "queue" / "a.bin").unlink()
-    assert "a.bin" in saves.save(4, MODEL).failure
-
-
-def test_a_relative_folder_is_that_of_the_call(
-    coordinator_of: Open, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for place in ("at the call", "at the save"):
-        (tmp_path / place / "queue").mkdir(parents=True)
-        (tmp_path / place / "queue" / "items").write_text(place)
-    saves = coordinator_of()
-    monkeypatch.chdir(tmp_path / "at the call")
-    saves.attach_folder("queue", "queue", step=4)
-    monkeypatch.chdir(tmp_path / "at the save")
-    saves.save(4, MODEL)
-    job.commit(4, "model", "attachments")
-    assert (step_folder(job.root, 4) / "attachments/queue/items").read_text() == "at the call"

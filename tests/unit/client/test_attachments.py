@@ -9,6 +9,7 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.job import Job
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from trinity_sync.client.attachments import LIMIT
 from trinity_sync.errors import (
@@ -27,9 +28,8 @@ MODEL = {"model": {"w": torch.ones(9)}}
 
 
 def test_bytes_and_files_are_committed_with_their_step(
-    coordinator_of: Open, job: Job, tmp_path: Path
+    saves: Saves, job: Job, tmp_path: Path
 ) -> None:
-    saves = coordinator_of()
     (tmp_path / "buffer").write_bytes(b"\0" * 5000)
     saves.attach("dataloader.json", b"[1]", step=4)
     saves.attach("dataloader.json", b"[2]", step=4)
@@ -56,9 +56,8 @@ def test_a_large_attachment_is_refused_with_what_to_do(
 
 
 def test_they_go_with_the_checkpoint_and_not_with_the_sync_before_it(
-    coordinator_of: Open, job: Job
+    saves: Saves, job: Job
 ) -> None:
-    saves = coordinator_of()
     saves.attach("position", b"17", step=4)
     saves.save(4, MODEL, kind="state_dict")
     job.commit(4, "model", kind="state_dict")
@@ -78,18 +77,14 @@ def test_each_rank_has_its_own(coordinator_of: Open, job: Job) -> None:
     assert ranks[0].attachment(4, "position", rank=1) == b"1"
 
 
-def test_a_step_without_what_was_attached_is_not_committed(coordinator_of: Open, job: Job) -> None:
-    saves = coordinator_of()
+def test_a_step_without_what_was_attached_is_not_committed(saves: Saves, job: Job) -> None:
     saves.attach("position", b"17", step=4)
     saves.save(4, MODEL)
     with pytest.raises(MissingShardsError, match="lacks attachments of rank 0"):
         job.commit(4, "model")
 
 
-def test_what_was_attached_to_another_step_is_not_part_of_this_one(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves = coordinator_of()
+def test_what_was_attached_to_another_step_is_not_part_of_this_one(saves: Saves, job: Job) -> None:
     saves.attach("position", b"3", step=3)  # which is never saved
     saves.attach("position", b"5", step=5)
     saves.save(4, MODEL)
@@ -101,9 +96,8 @@ def test_what_was_attached_to_another_step_is_not_part_of_this_one(
 
 
 def test_what_comes_too_late_or_is_misnamed_or_missing_is_refused(
-    coordinator_of: Open, job: Job, tmp_path: Path
+    saves: Saves, job: Job, tmp_path: Path
 ) -> None:
-    saves = coordinator_of()
     for name in ("../x", "", ".hidden", "a/b", "rank_1", "x" * 201):
         with pytest.raises(ConfigError, match="attachment"):
             saves.attach(name, b"", step=4)
@@ -118,9 +112,8 @@ def test_what_comes_too_late_or_is_misnamed_or_missing_is_refused(
 
 
 def test_an_attachment_that_the_commit_would_refuse_is_refused_at_the_call_and_not_attached(
-    coordinator_of: Open, job: Job, tmp_path: Path
+    saves: Saves, job: Job, tmp_path: Path
 ) -> None:
-    saves = coordinator_of()
     temporary, removed = f".x.{'ab' * 16}.tmp", f".nfs{'0' * 24}"
     for name in ("buffer.tmp", "manifest.json", temporary, removed):
         (tmp_path / name).mkdir()
@@ -140,33 +133,27 @@ def test_an_attachment_that_the_commit_would_refuse_is_refused_at_the_call_and_n
     assert names == {"manifest.json", "queue/manifest.json", "buffer/buffer.tmp"}
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        *(((name,), "pass a path below the folder") for name in ("../x", "/x", "", "x" * 201)),
+        *(((name,), "pass a path below the folder") for name in ("a/" + "é" * 101, "\udcff")),
+        (("model_world_size_1_rank_0.pt",), "a name that trinity_sync uses itself"),
+        ((f"below/.x.{'ab' * 16}.tmp",), "a name that trinity_sync uses itself"),
+        # two paths of one file, and a path below another
+        *((names, "cannot be saved") for names in (("a/c", "a//c"), ("./b", "b"), ("b/",))),
+        *((names, "cannot be saved") for names in (("a", "a/b"), ("a/b/c", "a"))),
+    ],
+)
 def test_metadata_that_no_file_can_have_the_name_of_is_refused_at_the_call(
-    coordinator_of: Open, job: Job
+    saves: Saves, job: Job, names: tuple[str, ...], told: str
 ) -> None:
-    saves = coordinator_of()
-    for name in ("../x", "/x", "", "x" * 201, "a/" + "é" * 101, "\udcff"):
-        with pytest.raises(ConfigError, match="pass a path below the folder"):
-            saves.save(4, MODEL, metadata={name: b"x"})
-    for name in ("model_world_size_1_rank_0.pt", f"below/.x.{'ab' * 16}.tmp"):
-        with pytest.raises(ConfigError, match="a name that trinity_sync uses itself"):
-            saves.save(4, MODEL, metadata={name: b"x"})
-    longest = "a/" + "x" * 200
-    saves.save(4, MODEL, metadata={longest: b"x"})
+    with pytest.raises(ConfigError, match=told):
+        saves.save(4, MODEL, metadata=dict.fromkeys(names, b"x"))
+    longest = "b/" + "x" * 200
+    saves.save(4, MODEL, metadata={"a/c": b"1", "a.json": b"2", "ab": b"3", longest: b"x"})
     job.commit(4, "model", "metadata")
     assert (job.root / "global_step_4/actor" / longest).read_bytes() == b"x"
-
-
-@pytest.mark.parametrize(
-    "names", [("a/c", "a//c"), ("./b", "b"), ("b/",), ("a", "a/b"), ("a/b/c", "a")]
-)
-def test_two_paths_of_one_file_and_a_path_below_another_are_refused_at_the_call(
-    coordinator_of: Open, job: Job, names: tuple[str, ...]
-) -> None:
-    saves = coordinator_of()
-    with pytest.raises(ConfigError, match="cannot be saved"):
-        saves.save(4, MODEL, metadata={name: name.encode() for name in names})
-    saves.save(4, MODEL, metadata={"a/c": b"1", "a.json": b"2", "ab": b"3"})
-    job.commit(4, "model", "metadata")
 
 
 def test_a_role_with_the_folder_of_the_attachments_is_refused(coordinator_of: Open) -> None:
@@ -177,9 +164,8 @@ def test_a_role_with_the_folder_of_the_attachments_is_refused(coordinator_of: Op
 
 
 def test_what_comes_while_the_step_or_after_a_later_one_is_saved_is_refused(
-    coordinator_of: Open, job: Job
+    saves: Saves, job: Job
 ) -> None:
-    saves = coordinator_of()
     saves.save(10, {"model": {"w": torch.ones(1 << 24)}}, overlap=True)
     with pytest.raises(ConfigError, match="step 10: 'x' can no longer be attached"):
         saves.attach("x", b"", step=10)
@@ -192,10 +178,7 @@ def test_what_comes_while_the_step_or_after_a_later_one_is_saved_is_refused(
     assert saves.attachment(20, "position") == b"20"
 
 
-def test_a_save_that_failed_and_is_called_again_takes_them_along(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves = coordinator_of()
+def test_a_save_that_failed_and_is_called_again_takes_them_along(saves: Saves, job: Job) -> None:
     saves.attach("position", b"17", step=4)
     with pytest.raises(ImageError, match=r"model cannot be staged"):
         saves.save(4, {"model": {"cannot be pickled": lambda: 0}})
@@ -285,8 +268,7 @@ def test_a_sync_after_its_checkpoint_waits_for_no_rank_that_submits_nothing(
             saves.wait_all(30)
 
 
-def test_a_corrupted_attachment_is_not_given_out(coordinator_of: Open, job: Job) -> None:
-    saves = coordinator_of()
+def test_a_corrupted_attachment_is_not_given_out(saves: Saves, job: Job) -> None:
     saves.attach("position", b"17", step=4)
     saves.save(4, MODEL)
     job.commit(4, "model", "attachments")
@@ -327,13 +309,12 @@ def test_the_role_that_is_saved_first_takes_them_and_no_other_does(
 
 
 def test_a_folder_that_is_attached_again_replaces_what_had_its_name(
-    coordinator_of: Open, job: Job, tmp_path: Path
+    saves: Saves, job: Job, tmp_path: Path
 ) -> None:
     for name, files in (("one", "ab"), ("two", "b")):
         (tmp_path / name).mkdir()
         for each in files:
             (tmp_path / name / each).write_text(name)
-    saves = coordinator_of()
     saves.attach("q", b"a file", step=4)
     saves.attach("qq", b"another", step=4)
     saves.attach_folder("q", tmp_path / "one", step=4)
@@ -348,17 +329,13 @@ def test_a_folder_that_is_attached_again_replaces_what_had_its_name(
 
 @pytest.mark.parametrize("content", ["/etc/hostname", bytearray(b"x"), None])
 def test_metadata_that_is_neither_bytes_nor_a_path_is_refused_at_the_call(
-    coordinator_of: Open, content: Any
+    saves: Saves, content: Any
 ) -> None:
-    saves = coordinator_of()
     with pytest.raises(ConfigError, match="pass its content as bytes"):
         saves.save(4, MODEL, metadata={"config.json": content})
 
 
-def test_a_file_that_has_more_bytes_than_its_size_says_fails_the_save(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves = coordinator_of()
+def test_a_file_that_has_more_bytes_than_its_size_says_fails_the_save(saves: Saves) -> None:
     saves.save(3, MODEL)
     handle = saves.save(4, MODEL, metadata={"cpu": Path("/proc/cpuinfo")})
     assert "/proc/cpuinfo had 0 bytes and has " in handle.failure

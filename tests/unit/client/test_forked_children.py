@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
@@ -104,9 +105,8 @@ def test_a_child_gets_the_handler_that_was_there_before(
 
 
 def test_a_child_ends_although_somebodys_handler_passes_the_signal_on(
-    coordinator_of: Open, ended_by_default: None
+    saves: Saves, ended_by_default: None
 ) -> None:
-    saves = coordinator_of()
     saves.on_preemption(signal.SIGUSR1)
     inner = signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *arguments: inner(*arguments))  # type: ignore[operator,misc]
@@ -115,8 +115,7 @@ def test_a_child_ends_although_somebodys_handler_passes_the_signal_on(
     assert saves.preempted
 
 
-def test_a_loaders_worker_ends_at_the_signal_of_its_trainer_alone(coordinator_of: Open) -> None:
-    saves = coordinator_of()
+def test_a_loaders_worker_ends_at_the_signal_of_its_trainer_alone(saves: Saves) -> None:
     saves.on_preemption()
     batches: Any = iter(DataLoader([3, 4], num_workers=1))
     (worker,) = batches._workers
@@ -131,9 +130,8 @@ def test_a_loaders_worker_ends_at_the_signal_of_its_trainer_alone(coordinator_of
 
 
 def test_a_child_that_leaves_the_block_leaves_the_saves_of_its_parent(
-    job: Job, coordinator_of: Open
+    job: Job, saves: Saves
 ) -> None:
-    saves = coordinator_of()
 
     class Enough(Exception):
         pass
@@ -182,9 +180,8 @@ CALLS: dict[str, Callable[[CheckpointCoordinator], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_coordinator_works_in_the_process_that_made_it_alone(
-    job: Job, coordinator_of: Open, call: str
+    job: Job, saves: Saves, call: str
 ) -> None:
-    saves = coordinator_of()
     saves.save(1, weights(1))
     before = sorted(job.spool.folder.rglob("*"))
 
@@ -198,8 +195,7 @@ def test_a_coordinator_works_in_the_process_that_made_it_alone(
     assert sorted(job.spool.folder.rglob("*")) == before
 
 
-def test_a_child_may_train_with_the_optimizer_of_an_overlapped_save(coordinator_of: Open) -> None:
-    saves = coordinator_of()
+def test_a_child_may_train_with_the_optimizer_of_an_overlapped_save(saves: Saves) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     saves.wait_staged_before(optimizer)

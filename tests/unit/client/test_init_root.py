@@ -45,8 +45,9 @@ said = []
 for root in roots:
     rounds = 0
     try:
-        settings = Settings(node=f"node-{rank}", spool=f"{spool}/{rank}")
-        saves = CheckpointCoordinator.of_process_group(root, settings=settings)
+        settings = Settings(node=f"node-{rank}", spool=f"{spool}/{rank}", home=spool)
+        named = {"settings": settings, "require_stack": root.endswith("needs a stack")}
+        saves = CheckpointCoordinator.of_process_group(root, **named)
         said.append([type(saves).__name__, [place.node for place in saves._places]])
         saves.close()
     except TrinitySyncError as error:
@@ -73,6 +74,7 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     write_job_settings(slow, {"remote": f"file://{tmp_path}/far", "remote_required": True})
     (own / "loop").symlink_to(own / "loop")  # on rank 0's disk alone
     roots = [str(shared), str(own), "/proc/none", "s3://bucket/job", str(own / "loop")]
+    roots.append(str(shared / "needs a stack"))
     given = [str(path) for path in (tmp_path / "meeting", spool_folder, waits_for)]
     first, second = (
         [str(rank), *given, *roots, str(named), str(slow)]
@@ -88,9 +90,11 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     assert (kind, f"node node-1 does not see in {own} (tmpfs" in why) == ("RootError", True)
     assert "copy its steps to a remote" in why
     assert [kind for kind, _ in one[2:4]] == ["ConfigError", "ConfigError"]
-    assert [kind for kind, _ in one[4:]] == ["ConfigError", "RootError", "RemoteError"]
+    assert [kind for kind, _ in one[4:6]] == ["ConfigError", "PrefectApiError"]
     assert "loop" in one[4][1]
-    assert "rank 1 on node node-1 has the root" in one[5][1]
+    assert "no Prefect server is known" in one[5][1]
+    assert [kind for kind, _ in one[6:]] == ["RootError", "RemoteError"]
+    assert "rank 1 on node node-1 has the root" in one[6][1]
     assert sorted(path.name for path in own.iterdir()) == [".trinity_sync", "loop"]
 
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration.fsdp.commits import CommitsHere
-from tests.support.job import Job
-from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, ConfigError, Settings
 from trinity_sync.client.init_root import set_job_settings
 from trinity_sync.fs.atomic import TRUSTED
@@ -30,13 +27,10 @@ def file_of(root: Path) -> Path:
     return root / ".trinity_sync/job.json"
 
 
-def test_a_job_without_settings_has_the_defaults_and_no_file(root: Path) -> None:
-    assert read_job_settings(root) == JobSettings()
+def test_only_what_was_set_is_written_and_the_rest_stays(root: Path) -> None:
     write_job_settings(root, {})
     assert not file_of(root).exists()
-
-
-def test_only_what_was_set_is_written_and_the_rest_stays(root: Path) -> None:
+    assert read_job_settings(root) == JobSettings()
     set_job_settings(root, {"keep": "last=3", "rank_timeout_s": "30"})
     found = set_job_settings(root, {"keep_weights": "last=1"})
     assert found == read_job_settings(root)
@@ -131,16 +125,6 @@ def test_of_a_torn_file_nothing_is_removed_or_copied_and_the_settings_can_be_set
     assert caplog.text.count("is torn or was edited") == 1
     set_job_settings(root, {"rank_timeout_s": 9.0})
     assert read_job_settings(root) == replace(keeps_all, rank_timeout_s=9.0)
-
-
-def test_a_training_saves_with_a_torn_file(job: Job, coordinator_of: Open) -> None:
-    set_job_settings(job.root, REMOTE)
-    edit(file_of(job.root))
-    saves = coordinator_of(trigger=CommitsHere())
-    for step in (1, 2):
-        saves.save(step, {"model": {"w": step}}, keep=1)
-    saves.wait_all(30)
-    assert saves.latest_step() == 2
 
 
 def give_away(file: Path) -> None:

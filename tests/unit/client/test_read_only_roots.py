@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.job import Job
@@ -60,8 +60,9 @@ def test_a_coordinator_loads_and_its_first_save_says_what_to_do(
     assert saves.latest_step() == 2
     for _ in range(2):
         assert saves.load(2)["optim"] == {"lr": 0.2}
-    with lease_to_read(str(root), 2, "a reader"):
-        pass
+    with lease_to_read(root, 2, "a reader") as manifest:
+        assert (manifest.step, list_leases(root)) == (2, [])
+    assert "cannot remove" not in caplog.text
     assert caplog.text.count("cannot be written by this process") == 1
     with pytest.raises(RootError, match=r"cannot be written \(.*mount it for writing"):
         saves.save(3, {"model": {"w": torch.ones(3)}})
@@ -115,27 +116,21 @@ def test_a_step_of_dcp_is_loaded(job: Job, read_only: Make, coordinator_of: Open
     assert found["w"].tolist() == [1.0] * 3
 
 
+def run(root: Path, command: str, *arguments: str) -> Result:
+    env = {"TRINITY_SYNC_HOME": str(root.parent / "home")}
+    return CliRunner().invoke(app, [command, str(root), *arguments], env=env)
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("ls",),
-        ("show", "2"),
-        ("verify",),
-        ("readers",),
-        ("prune", "--dry-run"),
-        ("report",),
-    ],
+    [("ls",), ("show", "2"), ("verify",), ("readers",), ("prune", "--dry-run"), ("report",)],
     ids=" ".join,
 )
 def test_commands_that_read_write_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the report is written there
-    done = CliRunner().invoke(
-        app,
-        [arguments[0], str(root), *arguments[1:]],
-        env={"TRINITY_SYNC_HOME": str(tmp_path / "home")},
-    )
+    done = run(root, *arguments)
     assert done.exit_code == 0, done.output
 
 
@@ -144,29 +139,21 @@ def test_commands_that_read_write_nothing(
     [("prune", "--keep", "last=1", "--yes"), ("rewind", "1", "--yes"), ("pin", "1")],
     ids=" ".join,
 )
-def test_commands_that_write_say_what_to_do(
-    root: Path, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    done = CliRunner().invoke(
-        app,
-        [arguments[0], str(root), *arguments[1:]],
-        env={"TRINITY_SYNC_HOME": str(tmp_path / "home")},
-    )
+def test_commands_that_write_say_what_to_do(root: Path, arguments: tuple[str, ...]) -> None:
+    done = run(root, *arguments)
     assert done.exit_code == 1, done.output
     assert f"error: {root}/.trinity_sync/" in done.stderr
     assert "hint: run the command as a user who may write there" in done.stderr
 
 
 def test_a_corrupted_step_is_reported_although_it_cannot_be_marked(
-    job: Job, read_only: Make, tmp_path: Path
+    job: Job, read_only: Make
 ) -> None:
     job.commit_states(1, {"model": {"w": torch.ones(3)}})
     with (step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt").open("r+b") as file:
         file.write(b"other")
     read_only(job.root)
-    done = CliRunner().invoke(
-        app, ["verify", str(job.root)], env={"TRINITY_SYNC_HOME": str(tmp_path / "home")}
-    )
+    done = run(job.root, "verify")
     assert done.exit_code == 3, done.output
     assert "corrupted" in done.output
 
@@ -191,17 +178,9 @@ def test_a_step_is_copied_and_resumed_elsewhere(
 def test_readers_of_weights_read(root: Path, model: Any, read_only: Make, tmp_path: Path) -> None:
     with WeightReader(root=root, name="explorer") as reader:
         version = asyncio.run(reader.wait_newer(timeout_s=60))
-        assert version
         assert version.step == 2
         CONFIG.save_pretrained(tmp_path / "model")
         WeightFolder(tmp_path / "versions", tmp_path / "model").publish(reader)
     read_only(tmp_path / "versions")
     found = FolderReader(tmp_path / "versions").load()
     assert torch.equal(found["lm_head.weight"], model.state_dict()["lm_head.weight"])
-
-
-def test_a_lease_of_a_step_keeps_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with lease_to_read(root, 2, "a reader") as manifest:
-        assert manifest.step == 2
-        assert list_leases(root) == []
-    assert "cannot remove" not in caplog.text

@@ -20,11 +20,11 @@ from tests.support.dying import in_a_process
 from tests.support.job import Job, held
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files, save_foreign_step
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import (
-    ConfigError,
     LockTimeoutError,
     SaveError,
     SaveFailedError,
@@ -47,8 +47,7 @@ from trinity_sync.storage.save_functions import (
 from trinity_sync.storage.steps_in_use import pin
 
 
-def test_other_coroutines_run_while_it_waits_for_staging(coordinator_of: Open, job: Job) -> None:
-    saves = coordinator_of()
+def test_other_coroutines_run_while_it_waits_for_staging(saves: Saves, job: Job) -> None:
     model = {"w": torch.ones(BIG)}
     run = 0
 
@@ -248,9 +247,8 @@ def test_a_function_killed_while_its_step_is_displaced_leaves_the_step_whole(
 
 
 def test_a_function_that_changes_what_its_run_has_committed_of_the_step_fails_the_save(
-    coordinator_of: Open, job: Job
+    saves: Saves, job: Job
 ) -> None:
-    saves = coordinator_of()
 
     def write(content: bytes) -> Callable[[], object]:
         (job.root / "global_step_4").mkdir(exist_ok=True)
@@ -307,17 +305,6 @@ def test_functions_are_committed_after_a_program_has_removed_the_spool(
     assert saves.latest_step() == 2
 
 
-def test_a_step_before_one_that_functions_have_saved_is_refused(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves = coordinator_of(trigger=CommitsHere())
-    saves.save_sync(lambda: None, 4)
-    asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
-    saves.wait_all(60)
-    with pytest.raises(ConfigError, match=r"after step 4: .* in the order of their saves"):
-        saves.save(3, {"model": {"w": torch.ones(3)}})
-
-
 def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(
     coordinator_of: Open, job: Job
 ) -> None:
@@ -339,10 +326,9 @@ def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(
 )
 @pytest.mark.parametrize("by", ["a function", "images"])
 def test_a_function_is_not_called_for_what_its_run_has_committed(
-    coordinator_of: Open, job: Job, committed: Kind, kind: Kind, by: str
+    saves: Saves, job: Job, committed: Kind, kind: Kind, by: str
 ) -> None:
     """But for a sync that images alone have committed: that of another role may be a function's."""
-    saves = coordinator_of()
     saves.begin()
     if by == "a function":
         write = partial(write_model, job.root, 4)
@@ -478,9 +464,8 @@ def test_files_of_functions_are_committed_or_refused_by_name(
 
 
 def test_a_function_that_writes_into_a_shard_of_the_steps_sync_fails_the_save(
-    coordinator_of: Open, job: Job
+    saves: Saves, job: Job
 ) -> None:
-    saves = coordinator_of()
     saves.begin()
     job.stage(4, {"model": {"w": torch.ones(3)}}, kind="state_dict")
 

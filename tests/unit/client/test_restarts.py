@@ -13,7 +13,7 @@ from benchmarks.restarts import Ranks, commit_step, restart
 from tests.support.disk import flip_a_byte
 from tests.support.forked import Program
 from tests.support.job import Job
-from tests.unit.conftest import Open
+from tests.unit.client.conftest import Saves
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError
 from trinity_sync.layout import shard_file, step_folder
@@ -45,12 +45,10 @@ def load_on_all(root: Path, when: Callable[[int, str, str], object]) -> list[Exc
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(root: Path) -> Path:
     """The root of a job of which 8 ranks have committed step 1."""
-    made = tmp_path / "ckpts"
-    made.mkdir()
-    commit_step(made, RANKS)
-    return made
+    commit_step(root, RANKS)
+    return root
 
 
 def test_the_lease_of_all_ranks_is_held_until_the_last_has_read(root: Path) -> None:
@@ -110,10 +108,7 @@ def test_a_rank_that_loads_alone_refuses_a_step_with_another_ranks_file_missing(
             saves.load(1)
 
 
-def test_an_attachment_is_read_without_a_look_at_other_files(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves = coordinator_of()
+def test_an_attachment_is_read_without_a_look_at_other_files(saves: Saves, job: Job) -> None:
     saves.attach("data.json", b"{}", step=4)
     saves.save(4, {"model": {"w": torch.zeros(3)}})
     job.commit(4, "model", "attachments")

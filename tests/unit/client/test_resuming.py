@@ -14,6 +14,7 @@ import torch
 
 from tests.support.disk import flip_a_byte
 from tests.support.job import Job, mapped_nbytes
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.run_context import RunContext
@@ -22,6 +23,7 @@ from trinity_sync.layout import KINDS, Kind, step_folder
 from trinity_sync.orchestration.report.steps import read_step
 from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.slot import Slot
+from trinity_sync.storage.commit import commit
 from trinity_sync.storage.discovery import (
     read_latest_pointer,
     read_step_state,
@@ -29,6 +31,7 @@ from trinity_sync.storage.discovery import (
     require_committed,
 )
 from trinity_sync.storage.runs import find_newest_run
+from trinity_sync.storage.save_functions import read_statuses
 from trinity_sync.storage.steps_in_use import list_leases, resolve_step
 
 MODEL = "actor/model_world_size_1_rank_0.pt"
@@ -165,11 +168,10 @@ def test_a_run_that_has_resumed_tells_at_once_that_its_saves_do_not_fit(
     "make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD]
 )
 def test_memory_for_a_model_and_its_optimizer_fits_their_images(
-    coordinator_of: Open, job: Job, make: Callable[..., torch.optim.Optimizer]
+    saves: Saves, job: Job, make: Callable[..., torch.optim.Optimizer]
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.BatchNorm1d(700))
     optimizer = make(model.parameters(), lr=0.1)
-    saves = coordinator_of()
     saves.prewarm({"model": model, "optim": optimizer, "extra_state": 10_000})
     saves._stager.memory.run(looks=False)
     slots = [job.spool.slot("actor", name, 0, 0) for name in ("model", "optim")]
@@ -223,8 +225,7 @@ def test_an_emergency_save_right_after_a_resume_is_a_whole_checkpoint(
     assert coordinator_of(run_key="third").load(40)["extra_state"] == {"rng": 1}
 
 
-def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of: Open) -> None:
-    saves = coordinator_of()
+def test_a_state_that_comes_after_register_and_monitor_is_refused(saves: Saves) -> None:
     saves.save_sync(lambda: None, 10)
     asyncio.run(saves.register_and_monitor(10))
     with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has requested .* it"):
@@ -235,9 +236,8 @@ def test_a_state_that_comes_after_register_and_monitor_is_refused(coordinator_of
 
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
 def test_a_state_that_has_changed_is_not_taken_for_the_one_of_its_step(
-    coordinator_of: Open, job: Job, kind: Kind
+    saves: Saves, job: Job, kind: Kind
 ) -> None:
-    saves = coordinator_of()
     changing = state(10)
     saves.save(10, changing, kind=kind)
     assert saves.save(10, changing, kind=kind).images == ()
@@ -261,9 +261,8 @@ class Unlike:
 
 
 def test_a_state_with_objects_of_the_users_own_is_staged_again_only_if_it_has_changed(
-    coordinator_of: Open,
+    saves: Saves,
 ) -> None:
-    saves = coordinator_of()
     changing: dict[str, Any] = state(10)
     changing["model"]["counter"] = Unlike(1)
     saves.save(10, changing, kind="state_dict")
@@ -339,14 +338,19 @@ def test_a_checkpoint_that_differs_from_the_one_that_a_sync_left_in_place_names_
         job.commit(50, "model", "optim", run=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_saves_its_steps_in_order(coordinator_of: Open, job: Job, kind: Kind) -> None:
-    saves = coordinator_of()
-    saves.save(300, state(300), kind=kind)
-    job.commit(300, kind=kind)
+@pytest.mark.parametrize("by", [*KINDS, "functions"])
+def test_a_run_saves_its_steps_in_order(saves: Saves, job: Job, by: Kind | str) -> None:
+    kind = "checkpoint" if by == "functions" else by
+    if by == "functions":
+        saves.save_sync(lambda: None, 300)
+        asyncio.run(saves.register_and_monitor(300, checkpoint_thread_count=1))
+        commit(job.save(300), [], [*read_statuses(job.spool, 1, 300, kind)])
+    else:
+        saves.save(300, state(300), kind=kind)
+        job.commit(300, kind=kind)
+        assert saves.save(300, state(300), kind=kind).images == ()
     with pytest.raises(ConfigError, match=r"step 15, role actor, .* after step 300.* new run"):
         saves.save(15, state(15), kind=kind, keep=2)
-    assert saves.save(300, state(300), kind=kind).images == ()
     saves.save(301, state(301), kind=kind)
 
 
@@ -431,6 +435,7 @@ def test_weights_that_all_ranks_have_alike_are_loaded_alone_by_any_number_of_ran
         )
     job.commit(1, "model", "optim")
     alone = Checkpoints(job.root)
-    with pytest.raises(CommitError, match="was saved by 2"):
+    with pytest.raises(CommitError, match=r"was saved by 2 rank\(s\), and this is rank 0 of 1"):
         alone.load(1)
     assert alone.load(1, only="model")["model"]["w"].unique() == 1
+    assert alone.load(1, rank=1, world_size=2)["optim"] == {"of": 1}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError
 from trinity_sync.layout import Kind
@@ -18,15 +19,18 @@ STATES = {"model": {"w": torch.arange(9.0)}}
 
 
 def test_a_handle_tells_whether_its_save_is_committed(coordinator_of: Open) -> None:
+    """That of a sync which the checkpoint of its step serves, too."""
     trigger = CommitsWhenTold()
     saves = coordinator_of(trigger=trigger)
-    first = saves.save(4, STATES)
-    assert not first.committed
-    with pytest.raises(SaveTimeoutError, match="step4"):
-        first.wait(0.1)
+    first, sync = saves.save(4, STATES), saves.save(4, STATES, kind="state_dict")
+    for each in (first, sync):
+        assert not each.committed
+        with pytest.raises(SaveTimeoutError, match="step4"):
+            each.wait(0.1)
     trigger.go()
-    first.wait(30)
-    assert first.committed
+    for each in (first, sync):
+        each.wait(30)
+        assert each.committed
     assert (first.components, first.stall_s > 0, first.nbytes > 36) == (("model",), True, True)
     saves.wait_all(0)  # a handle takes no failure, and leaves nothing to wait for
 
@@ -114,23 +118,9 @@ def test_an_overlapped_save_after_the_end_is_copied_at_the_call(coordinator_of: 
     assert load_states(saves.root, 6, "actor")["model"]["w"][8] == 8
 
 
-def test_a_sync_that_a_checkpoint_serves_is_committed_with_it(coordinator_of: Open) -> None:
-    trigger = CommitsWhenTold()
-    saves = coordinator_of(trigger=trigger)
-    saves.save(4, STATES)
-    sync = saves.save(4, STATES, kind="state_dict")
-    assert not sync.committed
-    with pytest.raises(SaveTimeoutError, match="step4"):
-        sync.wait(0.1)
-    trigger.go()
-    sync.wait(30)
-    assert sync.committed
-
-
 def test_a_component_after_its_step_was_submitted_and_an_unknown_role_are_refused(
-    coordinator_of: Open,
+    saves: Saves,
 ) -> None:
-    saves = coordinator_of()
     saves.save(19, STATES)
     with pytest.raises(ConfigError, match="in one call"):
         saves.save(19, {"optim": {"w": torch.ones(3)}})

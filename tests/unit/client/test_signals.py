@@ -1,15 +1,19 @@
-"""Which signals a coordinator takes for itself, and for how long."""
+"""Which signals a coordinator takes for itself, and for how long; a time limit ends as they do."""
 
+import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -18,13 +22,17 @@ from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.waiting import until
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
+from trinity_sync import ConfigError, Settings
 from trinity_sync.client.coordinator import CLOSE_S
+from trinity_sync.client.preemption import Preemption
 from trinity_sync.client.saver_control import SaverControl
 from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import ticket_path
+from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.restore import load_states
 
 
@@ -37,24 +45,9 @@ def others() -> Iterator[list[int]]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_is_noticed_until_the_coordinator_is_closed(
-    coordinator_of: Open, others: list[int]
-) -> None:
-    saves = coordinator_of()
-    saves.on_preemption(signal.SIGUSR1)
-    saves.on_preemption(signal.SIGUSR1, grace_s=5)
-    signal.raise_signal(signal.SIGUSR1)
-    assert saves.preempted
-    assert others == []
-    saves.close(timeout=0)
-    signal.raise_signal(signal.SIGUSR1)
-    assert others == [signal.SIGUSR1]
-
-
 def test_an_emergency_save_raises_nothing_where_the_root_cannot_be_used(
-    coordinator_of: Open, job: Job
+    saves: Saves, job: Job
 ) -> None:
-    saves = coordinator_of()
     (job.root / ".trinity_sync").rename(job.root / "moved")
     (job.root / ".trinity_sync").write_text("in the way")
     words = saves.emergency_save(4, {"model": {"w": torch.ones(3)}}, deadline_s=5)
@@ -62,10 +55,7 @@ def test_an_emergency_save_raises_nothing_where_the_root_cannot_be_used(
     assert "model: not submitted" in words.undone[0]
 
 
-def test_an_emergency_save_raises_nothing_whatever_the_states_are(
-    coordinator_of: Open, job: Job
-) -> None:
-    saves = coordinator_of()
+def test_an_emergency_save_raises_nothing_whatever_the_states_are(saves: Saves, job: Job) -> None:
     states = {"model": {"w": torch.ones(3)}, "extra_state": {"loader": (i for i in range(3))}}
     words = saves.emergency_save(4, states, deadline_s=0)
     assert words.undone[0].startswith("model: not submitted")
@@ -81,8 +71,7 @@ def test_an_emergency_save_raises_nothing_whatever_the_states_are(
     assert "step 'seven' is not a whole number" in words.undone[0]
 
 
-def test_an_emergency_save_tells_of_an_earlier_save_that_failed(coordinator_of: Open) -> None:
-    saves = coordinator_of()
+def test_an_emergency_save_tells_of_an_earlier_save_that_failed(saves: Saves) -> None:
     odd = {"w": torch.ones(BIG), "f": lambda: 0}
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.save(4, {"model": odd}, overlap=True)
@@ -91,8 +80,7 @@ def test_an_emergency_save_tells_of_an_earlier_save_that_failed(coordinator_of: 
     assert any(sentence.startswith("step 4, role actor") for sentence in words.undone)
 
 
-def test_an_emergency_save_is_made_where_the_first_save_was_torn(coordinator_of: Open) -> None:
-    saves = coordinator_of()
+def test_an_emergency_save_is_made_where_the_first_save_was_torn(saves: Saves) -> None:
     weight = torch.ones(BIG)
     torn = [torch.ones(16 << 20), weight]
     saves.save(4, {"model": torn}, overlap=True)
@@ -185,6 +173,7 @@ def test_the_coordinator_that_takes_the_signal_later_keeps_it_and_gives_it_back(
     first, second = coordinator_of(), coordinator_of()
     first.on_preemption(signal.SIGUSR1)
     second.on_preemption(signal.SIGUSR1)
+    second.on_preemption(signal.SIGUSR1, grace_s=5)
     first.close(timeout=0)
     signal.raise_signal(signal.SIGUSR1)
     assert second.preempted
@@ -231,9 +220,8 @@ def signal_at(call: int) -> Iterator[Callable[[], bool]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_wherever_a_handler_raises_a_save_is_submitted_completely_or_not_at_all(
-    coordinator_of: Open, job: Job, raising: Callable[..., None], overlap: bool
+    saves: Saves, job: Job, raising: Callable[..., None], overlap: bool
 ) -> None:
-    saves = coordinator_of()
     saves.prewarm({"model": 5000, "optim": 5000})
     step, call, sent, submitted = 0, 0, True, 0
     while sent:
@@ -265,9 +253,8 @@ def test_wherever_a_handler_raises_a_save_is_submitted_completely_or_not_at_all(
 
 
 def test_wherever_a_handler_raises_in_an_upload_the_caller_gets_its_error(
-    coordinator_of: Open, raising: Callable[..., None]
+    saves: Saves, raising: Callable[..., None]
 ) -> None:
-    saves = coordinator_of()
     call, sent, raised = 0, True, True
     while sent:
         assert raised
@@ -297,9 +284,8 @@ def test_wherever_a_handler_raises_in_a_wait_saves_are_followed(
 
 
 def test_a_handler_that_raises_ends_the_wait_for_a_slot(
-    coordinator_of: Open, job: Job, raising: Callable[..., None]
+    saves: Saves, job: Job, raising: Callable[..., None]
 ) -> None:
-    saves = coordinator_of()
     for step in (1, 2):
         saves.save(step, {"model": {"w": torch.ones(3)}})
     before = signal.signal(signal.SIGALRM, raising)
@@ -364,3 +350,91 @@ def test_a_handler_may_save_while_the_saver_is_woken(tmp_path: Path) -> None:
     waking.start()
     waking.join(30)
     assert not waking.is_alive()
+
+
+HOUR_S = 3600.0
+SLURM = "SLURM_JOB_END_TIME"
+
+
+def age() -> timedelta:
+    return timedelta(seconds=time.time() - psutil.Process().create_time())
+
+
+@pytest.mark.parametrize("limit", ["of the settings", "of the job"])
+def test_a_training_ends_before_a_step_that_would_leave_no_time_for_a_save(
+    monkeypatch: pytest.MonkeyPatch, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, save_by = [100.0], timedelta(0)
+    if limit == "of the job":
+        monkeypatch.setenv(SLURM, f"{int(time.time() + HOUR_S)}")
+    else:
+        save_by = age() + timedelta(seconds=HOUR_S)
+    ends = Preemption(save_by, clock=lambda: now[0])  # and 30 s for the save
+    assert not ends.check()
+    for step_s in (1700, 100, 90):  # the longest does not fit again
+        now[0] += step_s
+        assert ends.check() == (step_s == 90)
+    assert ends.left_s == 30
+    assert "too soon for another step (at most 1700 s so far) and 30 s for" in caplog.text
+    now[0] = 100 + HOUR_S - 5
+    assert ends.left_s == pytest.approx(5, abs=2)
+
+
+def test_a_limit_that_was_extended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SLURM, f"{int(time.time() - 5)}")
+    ends = Preemption()
+    assert not ends.check()
+    assert ends.left_s == 30
+
+
+@pytest.mark.parametrize("value", ["03:55", "4", "25:61:00"])
+def test_a_limit_in_another_form_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SAVE_BY", value)
+    with pytest.raises(ConfigError, match=r"SAVE_BY=.* a unit \(s, m, h or d\), or as 03:55:00"):
+        Settings()
+
+
+@pytest.mark.parametrize(
+    ("value", "hours"), [("03:30:00", 3.5), ("1-00:00:00", 24), ("90m", 1.5), ("0s", 0)]
+)
+def test_a_limit_is_written_as_for_slurm_or_with_a_unit(
+    monkeypatch: pytest.MonkeyPatch, value: str, hours: float
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SAVE_BY", value)
+    settings = Settings()
+    assert settings.save_by == timedelta(hours=hours)
+    monkeypatch.setenv("TRINITY_SYNC_SAVE_BY", settings.to_variables()["TRINITY_SYNC_SAVE_BY"])
+    assert Settings() == settings
+
+
+def test_saves_are_awaited_at_the_end_of_a_training_that_made_no_emergency_save(
+    coordinator_of: Open, monkeypatch: pytest.MonkeyPatch, job: Job
+) -> None:
+    monkeypatch.setenv(SLURM, f"{int(time.time() + 20)}")
+    with coordinator_of(trigger=CommitsHere()) as saves:
+        saves.save(1, {"model": {"w": torch.ones(3)}})
+        assert saves.any_preempted()
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+RANK = """
+import json, sys
+import torch.distributed as dist
+from trinity_sync import CheckpointCoordinator, Settings
+rank, rendezvous, spool, root = sys.argv[1:]
+dist.init_process_group("gloo", f"file://{rendezvous}", rank=int(rank), world_size=2)
+saves = CheckpointCoordinator.of_process_group(root, settings=Settings(spool=spool, home=spool))
+print(json.dumps([saves.preempted, saves.any_preempted()]))
+saves.close(timeout=0)
+dist.destroy_process_group()
+"""
+
+
+def test_all_ranks_end_at_the_limit_of_one(job: Job, tmp_path: Path, spool_folder: Path) -> None:
+    given = [tmp_path / "rendezvous", spool_folder, job.root]
+    ranks = [
+        Program(RANK, rank, *given, env={**os.environ, **limit})
+        for rank, limit in enumerate([{}, {"TRINITY_SYNC_SAVE_BY": "10s"}])
+    ]
+    said = [json.loads(rank.end()) for rank in ranks]
+    assert said == [[False, True], [True, True]]

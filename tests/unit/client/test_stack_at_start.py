@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import socket
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.support.answers import server
-from tests.support.forked import Program
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.errors import PrefectApiError
@@ -118,56 +116,23 @@ def test_a_required_stack_that_does_not_answer_is_an_error_within_seconds(
         assert time.monotonic() - began < 10
 
 
-RANK = """
-import sys
-import torch.distributed as dist
-from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.errors import PrefectApiError
-rank, meeting, spool, home, root = sys.argv[1:]
-dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=2)
-try:
-    CheckpointCoordinator.of_process_group(
-        root, settings=Settings(spool=spool, home=home), require_stack=True
-    )
-except PrefectApiError as error:
-    print(error)
-dist.destroy_process_group()
-"""
-
-
-def test_all_ranks_of_a_process_group_hear_of_a_required_stack_that_is_nowhere(
-    tmp_path: Path, settings: Settings
-) -> None:
-    given = [tmp_path / "meeting", settings.spool, settings.home, tmp_path / "ckpts"]
-    env = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    ranks = [Program(RANK, rank, *given, env=env) for rank in range(2)]
-    one, other = (rank.end() for rank in ranks)
-    assert one == other
-    assert NOWHERE.format(settings.home / "stack.json") in one
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_the_local_stack_is_given_its_password_by_whichever_name_it_is_called(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
+    """Also where the environment has that of another server."""
     settings.home.mkdir()
     state = {"api_url": "http://127.0.0.1:4200/api", "api_auth": "trinity-sync:secret"}
     (settings.home / "stack.json").write_text(json.dumps(state))
-    monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:4200/api/")
+    local, other = f"http://{host}:4200/api/", f"http://{host}:4201/api"
+    monkeypatch.setenv("PREFECT_API_URL", local)
     assert "authorization" in dict(find_server(settings.home, None).headers)
-    monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:4201/api")
+    monkeypatch.setenv("PREFECT_API_URL", other)
     assert "authorization" not in dict(find_server(settings.home, None).headers)
-
-
-def test_the_local_stack_is_given_its_own_password_where_the_environment_has_that_of_another_server(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings.home.mkdir()
-    state = {"api_url": "http://127.0.0.1:4200/api", "api_auth": "trinity-sync:secret"}
-    (settings.home / "stack.json").write_text(json.dumps(state))
+    monkeypatch.delenv("PREFECT_API_URL")
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of:another")
-    assert find_server(settings.home, "http://127.0.0.1:4200/api").login == "trinity-sync:secret"
-    assert find_server(settings.home, "http://127.0.0.1:4201/api").login == "of:another"
+    assert find_server(settings.home, local).login == "trinity-sync:secret"
+    assert find_server(settings.home, other).login == "of:another"
 
 
 def test_a_machine_that_joins_does_not_take_the_address_of_the_first(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
+from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints, WeightReader
 from trinity_sync.errors import ConfigError
@@ -81,9 +82,8 @@ CALLS: list[Callable[[CheckpointCoordinator, Any], Any]] = [
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_no_step_is_refused_before_anything_is_done(
-    coordinator_of: Open, job: Job, call: Callable[..., Any]
+    saves: Saves, job: Job, call: Callable[..., Any]
 ) -> None:
-    saves = coordinator_of()
     before = sorted(job.spool.folder.glob("*"))
     for step in (
         True,
@@ -174,7 +174,7 @@ NAMED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ids=[f"{number}-{each[0]}" for number, each in enumerate(ALL)],
 )
 def test_a_wrong_argument_is_refused_by_the_sentence_that_makes_the_next_try_right(
-    coordinator_of: Open,
+    saves: Saves,
     job: Job,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -184,7 +184,6 @@ def test_a_wrong_argument_is_refused_by_the_sentence_that_makes_the_next_try_rig
     told: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    saves = coordinator_of()
     saves.save(4, MODEL)
     job.commit(4)
     owner, _, name = method.rpartition(".")
