@@ -10,6 +10,7 @@ from tests.support.savers import end_savers
 from trinity_sync import CheckpointCoordinator, Settings
 
 Make = Callable[..., CheckpointCoordinator]
+Saves = CheckpointCoordinator
 
 
 @pytest.fixture
@@ -29,3 +30,8 @@ def coordinator(job: Job, settings: Settings) -> Iterator[Make]:
     yield make
     for each in made:
         each.close(timeout=0)
+
+
+@pytest.fixture
+def saves(coordinator: Make) -> Saves:
+    return coordinator()

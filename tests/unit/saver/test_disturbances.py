@@ -1,7 +1,7 @@
 """After its first save a training is stopped by errors of its arguments alone, and held by nothing.
 
 What else fails is told by the handle or by `wait_all`, and the next save commits once it is
-repaired.
+repaired. Before, it is told at once what the node lacks.
 """
 
 import asyncio
@@ -22,9 +22,10 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.disk import no_file_opens
+from tests.support.forked import Program
 from tests.support.job import Job
-from tests.support.savers import await_that, savers_of
-from tests.unit.saver.conftest import Make
+from tests.support.savers import await_that, end_savers, savers_of
+from tests.unit.saver.conftest import Make, Saves
 from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.cli.commands import app
@@ -37,7 +38,7 @@ from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.storage.block_reuse import WORTHWHILE
-from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
 
 MODEL = {"model": {"w": torch.ones(3)}}
@@ -177,8 +178,7 @@ def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
     }
     raised, steps = {}, itertools.count(1)
     with CheckpointCoordinator(root, settings=settings) as saves:
-        save(saves, next(steps))
-        saves.wait_all(60)
+        save(saves, next(steps)).wait(60)
         for name, call in CALLS.items():
             step, told, began = next(steps), "", time.monotonic()
             try:
@@ -196,8 +196,7 @@ def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
             assert read_manifest(root, step) or told, name
             images = saves.spool.tickets
             await_that(lambda: all(each.failed for each in images()[0]), "no image is in use")  # noqa: B023
-            save(saves, last := next(steps))
-            saves.wait_all(60)
+            save(saves, last := next(steps)).wait(60)
             require_committed(root, last)
         assert raised == {}
     kill_savers(spool)
@@ -212,8 +211,7 @@ def test_on_a_full_disk_a_start_loads_and_prune_makes_room(
     start = partial(CheckpointCoordinator, root, settings=settings, job={"keep": "last=9"})
     with start() as saves:
         for step in range(1, 7):
-            saves.save(step, {"model": {"w": torch.full((spared,), float(step))}})
-            saves.wait_all(60)
+            saves.save(step, {"model": {"w": torch.full((spared,), float(step))}}).wait(60)
     kill_savers(settings.spool)
     found = os.statvfs(small_disk)
     options = [f"remount,nr_inodes={found.f_files - found.f_ffree}"]
@@ -231,20 +229,17 @@ def test_on_a_full_disk_a_start_loads_and_prune_makes_room(
     assert Checkpoints(root).steps() == [6]
     with start() as saves:
         assert saves.load(6)["model"]["w"].unique().tolist() == [6.0]
-        saves.save(7, {"model": {"w": torch.full((spared,), 7.0)}})
-        saves.wait_all(60)
+        saves.save(7, {"model": {"w": torch.full((spared,), 7.0)}}).wait(60)
         require_committed(root, 7)
 
 
 def test_a_save_is_followed_to_its_end_also_where_no_thread_can_be_started(
-    coordinator: Make, job: Job
+    saves: Saves, job: Job
 ) -> None:
-    saves = coordinator()
     with no_thread_starts():
         save(saves, 1)
         saves.wait_all(60)
-    save(saves, 2)
-    saves.wait_all(60)
+    save(saves, 2).wait(60)
     assert Checkpoints(job.root).steps() == [1, 2]
 
 
@@ -266,8 +261,7 @@ def test_saves_that_no_saver_can_commit_hold_up_no_later_ones(
     coordinator: Make, settings: Settings, job: Job
 ) -> None:
     saves, began = coordinator(), time.monotonic()
-    save(saves, 1)
-    saves.wait_all(60)
+    save(saves, 1).wait(60)
     with no_saver_starts(settings.spool, "/bin/false"):
         for step in range(2, 6):  # of which two have a slot at once
             save(saves, step)
@@ -275,8 +269,7 @@ def test_saves_that_no_saver_can_commit_hold_up_no_later_ones(
             saves.wait_all(60)
     assert time.monotonic() - began < HELD_S
     assert all(each.failed for each in saves.spool.tickets()[0])
-    save(saves, 6)
-    saves.wait_all(60)
+    save(saves, 6).wait(60)
     assert Checkpoints(job.root).steps() == [1, 6]
 
 
@@ -300,8 +293,7 @@ def test_a_function_whose_end_cannot_be_written_fails_its_save(
     settings, go = settings.model_copy(update={"spool": small_disk / "spool"}), threading.Event()
     full = is_full(small_disk)
     with CheckpointCoordinator(tmp_path / "ckpts", settings=settings) as saves:
-        save(saves, 1)
-        saves.wait_all(60)
+        save(saves, 1).wait(60)
         saves.save_async("own", lambda: go.wait(60) and full.__enter__(), 2)
         register(saves, 2)
         go.set()
@@ -316,11 +308,9 @@ def test_a_function_whose_end_cannot_be_written_fails_its_save(
 @pytest.mark.parametrize("call", [save, register])
 @pytest.mark.parametrize("name", ["placements", "runs/1.json"])
 def test_a_failure_names_what_has_taken_the_place_of_a_record(
-    coordinator: Make, job: Job, tmp_path: Path, name: str, call: Callable[..., object]
+    saves: Saves, job: Job, tmp_path: Path, name: str, call: Callable[..., object]
 ) -> None:
-    saves = coordinator()
-    save(saves, 1)
-    saves.wait_all(60)
+    save(saves, 1).wait(60)
     saves.save_sync(lambda: None, 2)
     record = job.root / PRIVATE_FOLDER / name
     record.rename(tmp_path / "moved")
@@ -363,3 +353,58 @@ def test_a_saver_that_can_start_no_thread_commits_once_it_can(
     await_that(lambda: read_manifest(job.root, 1), "step 1 is committed")
     serving.join(60)
     assert not serving.is_alive()
+
+
+TRAINING = """
+import logging, os, sys
+from pathlib import Path
+import torch
+from trinity_sync import CheckpointCoordinator, Settings
+from trinity_sync.snapshot.stager import estimate_nbytes
+from tests.unit.conftest import set_limit
+
+logging.basicConfig(stream=sys.stdout)
+group, root, spool, home = map(Path, sys.argv[1:5])
+(group / "cgroup.procs").write_text(str(os.getpid()))
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+def step():
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+
+step()
+step()
+used = [group / name for name in ("memory.current", "memory.usage_in_bytes")]
+taken = int(next(filter(Path.exists, used)).read_text())
+state = estimate_nbytes(model) + estimate_nbytes(optimizer)
+set_limit(group, int(float(sys.argv[5]) * (taken + state)))
+settings = Settings(spool=spool, home=home, saver="auto")
+with CheckpointCoordinator(root, settings=settings) as saves:
+    if sys.argv[6]:
+        saves.prewarm({"model": model, "optim": optimizer})
+    for number in range(1, 9):
+        step()
+        saves.save(number, {"model": model, "optim": optimizer})
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("prewarms", ["", "prewarms"])
+@pytest.mark.parametrize("times", [1.2, 0.9])
+def test_a_training_ends_without_a_kill_or_says_at_once_what_it_lacks(
+    job: Job, settings: Settings, group: Path, times: float, prewarms: str
+) -> None:
+    given = (group, job.root, settings.spool, settings.home, times, prewarms)
+    program = Program(TRAINING, *given)
+    try:
+        said = program.end(0 if times > 1 else 1)
+    finally:
+        end_savers(settings.spool)
+    newest = find_newest(job.root)
+    assert "the images of this job need 40" in said, said
+    assert f"The memory limit of {group} counts shared memory: raise it (--memory)" in said
+    assert ("a save waits for the commit of the one before" in said) == (times > 1)
+    assert (newest and newest.step, said.endswith("ended\n")) == (
+        (8, True) if times > 1 else (None, False)
+    )

@@ -26,6 +26,7 @@ from trinity_sync.errors import (
     SaveFailedError,
     SaveTimeoutError,
 )
+from trinity_sync.fs.records import encode_record
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.discovery import iter_committed_steps
@@ -199,12 +200,10 @@ def test_a_step_with_all_parts_comes_back_from_a_store_on_an_empty_machine(
         "attachments/loader/items",
         "actor/model_world_size_1_rank_0.pt",
     ):
-        path = root / "global_step_1" / name
-        before = path.read_bytes()
-        path.write_bytes(before[:-9] + bytes([before[-9] ^ 1]) + before[-8:])
+        flip_a_byte(root / "global_step_1" / name, -9)
         (step,) = judge_steps(check_files(choose_files(root, step=1)))
         assert (step.state, name in step.wrong) == ("corrupted", True)
-        path.write_bytes(before)
+        flip_a_byte(root / "global_step_1" / name, -9)
         judge_steps(check_files(choose_files(root, step=1)))
 
 
@@ -252,8 +251,7 @@ def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make) -> None:
     assert isinstance(raised[1], TypeError)
     with answering(part, lambda step: part.save(step, {"cursor": 1})):
         trainer.cut(1)
-    trainer.save(1, MODEL)
-    trainer.wait_all(60)
+    trainer.save(1, MODEL).wait(60)
     part.close()
 
 
@@ -314,8 +312,7 @@ def test_a_step_without_a_cut_fails_each_save_and_an_emergency_save_and_not_a_la
         def save(step: int) -> None:
             with answering(part, lambda at: part.save(at, {"at": step})):
                 trainer.cut(step, timeout_s=60)
-            trainer.save(step, MODEL)
-            trainer.wait_all(60)
+            trainer.save(step, MODEL).wait(60)
 
         save(1)
         trainer.cut(2, timeout_s=0.1)
@@ -352,24 +349,21 @@ def test_a_participant_that_can_open_no_file_goes_on_and_saves_the_next_step(
 def test_a_request_of_an_earlier_start_is_not_answered(
     coordinator: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the answer of another start is none of this one."""
     monkeypatch.setattr(cut, "TAKEN_S", 0.1)
     trainer = coordinator(roles=ROLES, run_key="first")
     with pytest.raises(SaveTimeoutError):
         trainer.cut(1, timeout_s=0)
+    left = cut.CutRequest("of a trainer that was killed", "first", 1)
+    (trainer.root / ".trinity_sync/cuts/request.json").write_text(encode_record(left))
     with join(trainer, key="second") as part:
         assert part.wait_cut() is None
         with pytest.raises(LockTimeoutError, match=r"controller\.lock"):
             join(trainer, key="second")
+        missing = "role queue, which has not started, controller, which has not started"
+        with pytest.raises(SaveTimeoutError, match=missing):
+            trainer.cut(2, timeout_s=0)
     trainer.close()
-
-
-def test_the_answer_of_an_earlier_start_is_none_of_this_one(coordinator: Make) -> None:
-    trainer = coordinator(roles=ROLES, run_key="second")
-    with join(trainer, key="first"):
-        pass
-    missing = "role queue, which has not started, controller, which has not started"
-    with pytest.raises(SaveTimeoutError, match=missing):
-        trainer.cut(1, timeout_s=0)
 
 
 def test_a_participant_needs_the_runs_key_and_a_role_of_the_job(
@@ -398,8 +392,7 @@ def test_a_role_or_folder_whose_name_no_file_can_have_is_refused_where_it_is_giv
             with pytest.raises(ConfigError, match="pass a path below the folder"):
                 part.save(1, {}, folders=folders)
         trainer.save(1, MODEL)
-        part.save(1, {}, folders={"storage": tmp_path / "storage"})
-        part.wait_all(60)
+        part.save(1, {}, folders={"storage": tmp_path / "storage"}).wait(60)
 
 
 def test_a_participant_that_died_alone_cannot_go_on_with_an_older_state(coordinator: Make) -> None:
@@ -438,8 +431,7 @@ def test_what_the_trainer_keeps_holds_though_a_participants_image_came_first(
             part.save(step, {"at": step})
             begun = trainer.spool.folder.glob
             await_that(lambda begun=begun: [*begun("*.begun.json")], "the saver has begun the save")
-            trainer.save(step, MODEL, keep=2)
-            trainer.wait_all(60)
+            trainer.save(step, MODEL, keep=2).wait(60)
     await_that(lambda: find_kept(trainer.root) == {3, 4}, "the older steps are removed")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.job import Job
 from tests.support.savers import await_reaching, await_that, savers_of, suspend_saver
-from tests.unit.saver.conftest import Make
+from tests.unit.saver.conftest import Make, Saves
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client import commit_watcher
 from trinity_sync.errors import RootAwayError, SaveFailedError, SaveTimeoutError
@@ -29,8 +29,7 @@ CONTAINER = """
 import sys, torch
 from trinity_sync import CheckpointCoordinator
 with CheckpointCoordinator(sys.argv[1]) as saves:
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     print(saves.latest_step(), flush=True)
     sys.stdin.readline()
 """
@@ -93,11 +92,9 @@ def take_away(root: Path, how: str) -> Path:
 
 @pytest.mark.parametrize("how", ["is missing", "is empty", "has another job", "cannot be read"])
 def test_a_save_waits_while_its_root_is_away_and_says_so(
-    coordinator: Make, settings: Settings, job: Job, how: str
+    saves: Saves, settings: Settings, job: Job, how: str
 ) -> None:
-    saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     saver = suspend_saver(settings.spool)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     away = take_away(job.root, how)
@@ -169,11 +166,9 @@ def test_a_first_call_begins_no_run_where_the_root_of_the_start_is_not(
 
 @pytest.mark.parametrize("name", ["runs", "commit.lock", "functions.lock", "removal.lock"])
 def test_a_link_in_the_place_of_a_folder_or_lock_fails_a_save_at_once_and_is_named(
-    coordinator: Make, job: Job, tmp_path: Path, name: str
+    saves: Saves, job: Job, tmp_path: Path, name: str
 ) -> None:
-    saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     path = job.root / PRIVATE_FOLDER / name
     if path.exists():
         path.rename(tmp_path / "elsewhere")
@@ -189,11 +184,9 @@ def test_a_link_in_the_place_of_a_folder_or_lock_fails_a_save_at_once_and_is_nam
 
 
 def test_an_identity_that_is_torn_is_named_at_once(
-    coordinator: Make, job: Job, caplog: pytest.LogCaptureFixture
+    saves: Saves, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     content = (job.root / IDENTITY_FILE).read_text()
     (job.root / IDENTITY_FILE).write_text("torn")
     saves.save(2, {"model": {"w": torch.ones(3)}})
@@ -206,8 +199,7 @@ def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_wa
     coordinator: Make, settings: Settings, job: Job
 ) -> None:
     saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     saver = suspend_saver(settings.spool)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     away = take_away(job.root, "is empty")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.job import Job
-from tests.unit.saver.conftest import Make
+from tests.unit.saver.conftest import Make, Saves
 from trinity_sync import CheckpointCoordinator, Checkpoints
 from trinity_sync.errors import SaveFailedError
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -53,23 +53,18 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def commit(saves: CheckpointCoordinator, step: int, states: dict[str, Any]) -> Manifest:
-    saves.save(step, states)
-    saves.wait_all(60)
-    found = read_manifest(saves.root, step)
-    assert found
-    return found
+    saves.save(step, states).wait(60)
+    return read_manifest(saves.root, step)
 
 
 def test_a_hundred_saves_of_a_training_raise_no_alarm(
-    coordinator: Make, training: Training, job: Job, caplog: pytest.LogCaptureFixture
+    saves: Saves, training: Training, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saves = coordinator()
     for step in range(1, 101):
         saves.save(step, training.step())
     saves.wait_all(120)
     for step in range(1, 101):
         committed = read_manifest(job.root, step)
-        assert committed
         assert committed.alarms == []
         assert [each.tensors for each in committed.health] == [4, 12]
     assert not caplog.text
@@ -80,9 +75,8 @@ def test_a_hundred_saves_of_a_training_raise_no_alarm(
 
 
 def test_an_optimizer_that_does_not_step_is_named_although_its_learning_rate_changes(
-    coordinator: Make, training: Training, caplog: pytest.LogCaptureFixture
+    saves: Saves, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saves = coordinator()
     for step in (10, 20):
         assert not commit(saves, step, training.step()).alarms
     for step in (30, 40):
@@ -96,9 +90,8 @@ def test_an_optimizer_that_does_not_step_is_named_although_its_learning_rate_cha
 
 
 def test_a_loop_that_saves_the_state_of_its_first_step_is_noticed_at_the_second(
-    coordinator: Make, training: Training
+    saves: Saves, training: Training
 ) -> None:
-    saves = coordinator()
     first = {name: torch.clone(tensor) for name, tensor in training.step()["model"].items()}
     assert not commit(saves, 1, {"model": first}).alarms
     for step in (2, 3):
@@ -120,8 +113,7 @@ def test_a_role_or_a_component_that_is_frozen_is_no_alarm(
         assert found.alarms == expected
 
 
-def test_an_optimizer_without_tensors_is_no_alarm(coordinator: Make) -> None:
-    saves = coordinator()
+def test_an_optimizer_without_tensors_is_no_alarm(saves: Saves) -> None:
     for step in (1, 2):
         states = {"model": {"w": torch.full((9,), float(step))}, "optim": {"lr": 0.1}}
         assert not commit(saves, step, states).alarms
@@ -142,7 +134,6 @@ def test_one_nan_in_one_shard_of_one_rank_is_named_and_the_step_before_is_the_he
         for each in ranks:
             each.wait_all(60)
     found = read_manifest(ranks[0].root, 2)
-    assert found
     alarm = "1 non-finite value in actor/optim of rank 1 (state.1.exp_avg)"
     assert found.alarms == [alarm]
     assert alarm in caplog.text
