@@ -166,7 +166,8 @@ def _list_missing(remote: Remote, manifest: Manifest) -> tuple[Manifest | None, 
             f"run {there.run}, which is later. If run {manifest.run} still trains, stop it; "
             "otherwise no action is needed."
         )
-    if manifest.removed and there.run == manifest.run and there.serves("checkpoint"):
+    is_whole = there.serves("checkpoint") and there.weights_digest == manifest.weights_digest
+    if manifest.removed and is_whole:
         return manifest, []  # a remote keeps whole steps
     sizes = remote.list_file_sizes(step)
     missing = [

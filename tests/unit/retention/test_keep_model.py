@@ -292,6 +292,11 @@ def test_a_remote_keeps_the_step_whole_and_brings_it_back(saved: Job, tmp_path: 
     assert fetch(url, 20, saved.root) == (whole, True)
     assert kept(saved.root)[20] == "whole"
     assert find_newest(saved.root).step == 40
+    prune(saved.root)
+    open_run(saved.root, "second", 20, resumed_run=1)
+    saved.commit_states(20, {"model": states(20)["model"]}, run=2, kind="state_dict")
+    assert replicate(saved.root, url, 20).uploaded == 0
+    assert fetch(url, 20, tmp_path / "third")[0] == whole
 
 
 def test_a_step_without_weights_of_its_own_stays_whole_and_says_why(job: Job) -> None:
