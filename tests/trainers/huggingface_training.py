@@ -15,8 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from tests.integration.fsdp.commits import Fails
 from tests.support.states import copied, differences
-from tests.trainers.local_saves import TOKENS, Fails, Taken, commit_here, commit_taken, make_gpt2
+from tests.trainers.local_saves import TOKENS, Taken, commit_here, commit_taken, make_gpt2
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same, whole_state
 from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, SaveFailedError
 from trinity_sync.formats.dcp import to_dcp

@@ -25,12 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.commits import CommitsHere, Fails
 from tests.support.job import mapped_nbytes
 from tests.support.states import copied, differences
 from tests.trainers.local_saves import (
     TOKENS,
-    Fails,
     Taken,
     commit_here,
     commit_taken,
@@ -161,14 +160,11 @@ def look_at_the_first_step_of_shards(folder: Path, spool: Path) -> dict[str, int
 
 
 def touch_the_memory_of_the_first_save(folder: Path, spool: Path) -> None:
+    for sizes in on_ranks(folder, look_at_the_first_step_of_shards, folder / "ranks", spool):
+        assert sizes["dcp"]
     alone = look_at_the_first_step(folder, spool)
     assert alone["model"]
     assert alone["optim"]
-
-
-def touch_the_memory_of_the_first_save_of_shards(folder: Path, spool: Path) -> None:
-    for sizes in on_ranks(folder, look_at_the_first_step_of_shards, folder / "ranks", spool):
-        assert sizes["dcp"]
 
 
 def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:

@@ -7,15 +7,9 @@ import torch
 
 from tests.integration.fsdp.commits import CommitsHere
 from trinity_sync import Settings
-from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 
 TOKENS = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
-
-
-class Fails(CommitsHere):
-    def submit(self, request: SaveRequest) -> None:
-        append(request, "failed", "the disk is full")
 
 
 class Taken(CommitsHere):

@@ -39,11 +39,6 @@ def test_calls_that_cannot_be_taken_remain_those_of_dcp(call: Call) -> None:
     call("take_what_can_be_taken")
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks_and_the_next_save_works(
-    call: Call,
-) -> None:
-    call("say_what_is_wrong")
-
-
-def test_a_program_that_makes_its_process_group_after_a_save_saves_on(call: Call) -> None:
-    call("make_a_group_later")
+@pytest.mark.parametrize("program", ["say_what_is_wrong", "make_a_group_later"])
+def test_saves_after_an_error_or_before_a_process_group(call: Call, program: str) -> None:
+    call(program)

@@ -31,8 +31,9 @@ from transformers import (
 )
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
-from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.commits import CommitsHere, Fails
 from tests.support.job import mapped_nbytes
+from tests.support.models import configure
 from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, commit_here, make_gpt2, replace_files
 from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
@@ -49,8 +50,6 @@ from trinity_sync.integrations.trainer_saves import BEST
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
-from trinity_sync.saves.journal import append
-from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_run_number
@@ -206,9 +205,8 @@ def test_a_step_is_a_model_that_from_pretrained_loads_and_an_export_writes(
     given: dict[str, Any] = {"processing_class": tokenizer}
     auto: Any = AutoModelForCausalLM
     if kind == "bert":
-        auto, sizes = AutoModelForMaskedLM, {"hidden_size": 16, "intermediate_size": 16}
-        config = BertConfig(vocab_size=64, num_hidden_layers=1, num_attention_heads=2, **sizes)
-        given["model"] = BertForMaskedLM(config)
+        auto = AutoModelForMaskedLM
+        given["model"] = BertForMaskedLM(configure(BertConfig, 64, 16))
     trainer = hugging_face(saves, stop=4, **given)
     trainer.train()
     export_step(tmp_path / "ckpts", 4, to=tmp_path / "exported")
@@ -572,18 +570,6 @@ def test_the_best_step_is_kept_and_loaded_at_the_end_also_after_a_resume(
     assert steps_on_disk(root) == [8, 12]
 
 
-class FailsAt(CommitsHere):
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def submit(self, request: SaveRequest) -> None:
-        if request.step == self.step:
-            append(request, "failed", "the disk is full")
-        else:
-            super().submit(request)
-
-
 LOADS_BEST = {"load_best_model_at_end": True, "save_total_limit": None}
 
 
@@ -594,7 +580,7 @@ def best_pins(root: Path) -> list[int]:
 def test_if_the_best_step_was_not_saved_the_best_before_it_is_loaded(
     tmp_path: Path, callback: MakeCallback, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer, seen, _ = evaluated(callback, stop=10, trigger=FailsAt(8), **LOADS_BEST)
+    trainer, seen, _ = evaluated(callback, stop=10, trigger=Fails(8), **LOADS_BEST)
     trainer.train()
     assert "the disk is full" in seen.failed[0]
     assert differences(dict(trainer.model.state_dict()), seen.weights[4]) == []
@@ -855,14 +841,7 @@ def test_the_hub_is_not_asked_about_the_base_model_at_a_save(
 def test_embeddings_that_are_not_the_base_models_are_saved_with_the_adapter(
     tmp_path: Path, how: str
 ) -> None:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    config = configure(LlamaConfig, 64, 16)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
     if how == "resized":

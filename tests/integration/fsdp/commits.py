@@ -75,6 +75,20 @@ def coordinator_of(root: Path, trigger: SaveTrigger | None = None) -> Checkpoint
     )
 
 
+class Fails(CommitsHere):
+    """The saves of a step fail, or all of them."""
+
+    def __init__(self, step: int | None = None) -> None:
+        super().__init__()
+        self._step = step
+
+    def submit(self, request: SaveRequest) -> None:
+        if self._step in (None, request.step):
+            append(request, "failed", "the disk is full")
+        else:
+            super().submit(request)
+
+
 class CommitsWhenTold(CommitsHere):
     """Nothing is committed before the test calls `go`, as when Prefect's worker is slow."""
 

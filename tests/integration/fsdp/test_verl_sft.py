@@ -17,7 +17,7 @@ from verl.utils.checkpoint import checkpoint_manager as verl_manager
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.conftest import environment
-from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold, Fails
 from tests.integration.fsdp.models import manager_of
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError
 from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
@@ -28,8 +28,6 @@ from trinity_sync.integrations.verl.sft import (
     wrap_save_checkpoint,
 )
 from trinity_sync.layout import step_folder
-from trinity_sync.saves.journal import append
-from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.runs import list_runs
 
@@ -39,11 +37,6 @@ class Handler(CheckpointHandler):
 
     save_checkpoint = wrap_save_checkpoint(CheckpointHandler.save_checkpoint)
     _find_latest_checkpoint = wrap_find_latest_checkpoint(CheckpointHandler._find_latest_checkpoint)
-
-
-class FailsToCommit(CommitsHere):
-    def submit(self, request: SaveRequest) -> None:
-        append(request, "failed", "the disk is full")
 
 
 @wrap_destroy_global_process_group
@@ -100,7 +93,7 @@ def test_the_iteration_file_is_left_to_the_commit_and_the_trainer_ends_after_it(
 
 
 def test_the_trainer_ends_with_the_failure_of_a_save(start: Start) -> None:
-    with start(trigger=FailsToCommit()) as handler:
+    with start(trigger=Fails()) as handler:
         train_to(handler, 3)
         with pytest.raises(SaveFailedError, match="the disk is full"):
             end()

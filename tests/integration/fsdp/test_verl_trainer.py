@@ -28,7 +28,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.conftest import environment
-from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold
+from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold, Fails
 from tests.integration.fsdp.models import manager_of
 from tests.support.waiting import until
 from trinity_sync import (
@@ -51,8 +51,6 @@ from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.removal import Rules
-from trinity_sync.saves.journal import append
-from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.runs import list_runs
@@ -443,10 +441,6 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
         return "trained"
 
     assert wrap_fit(train)(trainer) == "trained"
-
-    class Fails(CommitsHere):
-        def submit(self, request: SaveRequest) -> None:
-            append(request, "failed", "the disk is full")
 
     with pytest.raises(SaveFailedError, match="the disk is full"):
         wrap_fit(train)(start(trigger=Fails()))
