@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,8 @@ from tests.integration.test_tutorials import make_tools
 from tests.support.environments import make_environment
 from tests.support.job import Job
 from tests.support.savers import end_savers
-from trinity_sync.layout import Kind, step_folder
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import PACKAGES
-from trinity_sync.storage.discovery import advance_latest_pointer
-from trinity_sync.storage.manifest import CallableRecord, FileRecord, Manifest, write_manifest
-
-CommitStep = Callable[..., Path]
 
 
 @pytest.fixture
@@ -28,27 +23,6 @@ def job(root: Path, spool_folder: Path) -> Iterator[Job]:
     yield made
     for stager in made.stagers.values():
         stager.close()
-
-
-@pytest.fixture
-def commit_step(root: Path) -> CommitStep:
-    """Commits a step of two small files and a receipt; returns its folder."""
-
-    def commit(step: int, *, run: int = 1, kind: Kind = "checkpoint", role: str = "actor") -> Path:
-        folder = step_folder(root, step)
-        records = []
-        for component in ("model", "optim"):
-            name = f"{role}/{component}_world_size_1_rank_0.pt"
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(b"x" * 1000)
-            records.append(FileRecord(name, 1000, f"xxh3-128:{step:032x}", role, component))
-        receipt = CallableRecord("lora", 0, 0.5, ("actor/lora/adapter.safetensors",))
-        manifest = Manifest("job", run, step, (kind,), tuple(records), (receipt,), 1.7e9 + step)
-        write_manifest(root, manifest)
-        advance_latest_pointer(root, kind, run, step)
-        return folder
-
-    return commit
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
 
+import json
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,12 +10,16 @@ import pytest
 import torch
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import IntervalSchedule
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from tests.integration.prefect_api import Api
+from tests.support.leases import acquire_lease
+from tests.support.models import tiny
+from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.prefect_api import ask_server
+from trinity_sync.layout import name_job, steps_on_disk
 from trinity_sync.orchestration.deploy import deploy, open_client
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.quantities import make_artifact_key
@@ -25,15 +30,7 @@ from trinity_sync.storage.discovery import find_newest, read_latest_pointer
 
 @pytest.fixture
 def model() -> Any:
-    config = Qwen2Config(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return tiny(layers=1)
 
 
 @pytest.fixture
@@ -165,3 +162,23 @@ def test_schedules_are_left_to_people_until_their_settings_change(
         finally:
             deploy(StackSettings(), stack.api_url)
         assert (nightly().slug, nightly().active) == (made.slug, False)
+
+
+def test_the_flow_shows_its_plan_and_then_carries_it_out(api: Api, root: Path) -> None:
+    for step in (1, 2, 3):
+        commit_files(root, step, optim=True)
+    wanted = {"root": str(root), "keep": "last=1"}
+    trial = api.ended(api.start({**wanted, "dry_run": True}, "retention/retention"))
+    (artifact,) = api.artifacts_of(trial)
+    rows = json.loads(artifact.data)
+    assert [row["state"] for row in rows] == ["would be removed", "would be removed", "kept"]
+    assert steps_on_disk(root) == [1, 2, 3]
+    with acquire_lease(root, 2, "explorer"):
+        done = api.ended(api.start(wanted, "retention/retention"))
+    (artifact,) = api.artifacts_of(done)
+    rows = {row["step"]: row for row in json.loads(artifact.data)}
+    assert rows[2]["why"] == "leased by explorer"
+    assert artifact.key == make_artifact_key("retention", root)
+    assert done.name == f"{name_job(root)}: retention"
+    assert f"1 steps of `{root}` removed, 2.0 kB" in artifact.description
+    assert steps_on_disk(root) == [2, 3]

@@ -3,6 +3,8 @@
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.support.models import configure
+
 BOS, COPY, FIRST_LETTER, LETTERS = 1, 3, 4, 12
 ANSWER, SAMPLES = 4, 4
 """Tokens of an answer, and answers to each prompt."""
@@ -13,19 +15,10 @@ Rollout = dict[str, torch.Tensor]
 
 def create_model() -> Qwen2ForCausalLM:
     """Return the same random model in every process."""
-    config = Qwen2Config(
-        vocab_size=FIRST_LETTER + LETTERS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=BOS,
-        eos_token_id=None,
-    )
+    sizes = {"inner": 64, "layers": 2, "heads": 4, "max_position_embeddings": 32}
+    tokens = {"pad_token_id": 0, "bos_token_id": BOS, "eos_token_id": None}
+    vocabulary = FIRST_LETTER + LETTERS
+    config = configure(Qwen2Config, vocabulary, 32, tie_word_embeddings=False, **sizes, **tokens)
     torch.manual_seed(0)
     return Qwen2ForCausalLM(config)
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.fsdp.api import ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from verl.trainer.config import CheckpointConfig
@@ -19,6 +20,15 @@ from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.support.states import copied
 from trinity_sync.integrations.verl import FSDPCheckpointManager
+
+
+def gathered(state: Any) -> Any:
+    """The same structure with whole tensors, which PyTorch gathers."""
+    if isinstance(state, dict):
+        return {key: gathered(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [gathered(value) for value in state]
+    return state.full_tensor() if isinstance(state, DTensor) else state
 
 
 def manager_of(kind: type, engine: Any, **more: Any) -> Any:

@@ -24,7 +24,9 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint import fsdp_checkpoint_manager
 
 from tests.integration.fsdp.commits import coordinator_of
+from tests.integration.fsdp.models import gathered
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.models import configure
 from tests.support.states import copied, differences
 from tests.support.weights import VersionFile
 from trinity_sync import ConfigError, WeightReader
@@ -72,17 +74,9 @@ class Mlp:
 
     def __init__(self, layout: str, seed: int) -> None:
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=13,
-                hidden_size=6,
-                intermediate_size=11,
-                num_hidden_layers=2,
-                num_attention_heads=1,
-                num_key_value_heads=1,
-                tie_word_embeddings=False,
-            )
-        )
+        sizes = {"inner": 11, "layers": 2, "heads": 1, "key_heads": 1}
+        config = configure(Qwen2Config, 13, 6, tie_word_embeddings=False, **sizes)
+        model = Qwen2ForCausalLM(config)
         shape = MESHES[layout]
         outer = "replicas" if layout == "hsdp" else "dp"
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=(outer, "inner")[: len(shape)])
@@ -115,7 +109,7 @@ class Mlp:
 
     def whole(self) -> dict[str, Any]:
         """Model and optimizer, gathered by PyTorch."""
-        return dict(_gathered(self.state()))
+        return dict(gathered(self.state()))
 
     def shards(self) -> dict[str, Any]:
         """A copy of model and optimizer of this rank."""
@@ -123,14 +117,6 @@ class Mlp:
 
     def state(self) -> dict[str, Any]:
         return {"model": dict(self.model.state_dict()), "optim": self.optimizer.state_dict()}
-
-
-def _gathered(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _gathered(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_gathered(value) for value in state]
-    return state.full_tensor() if isinstance(state, DTensor) else state
 
 
 def _manager(trained: Mlp, coordinator: Any = None, *, verls: bool = False) -> Any:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from tests.integration.fsdp.commits import coordinator_of
-from tests.integration.fsdp.models import Trained
+from tests.integration.fsdp.models import Trained, gathered
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.states import differences
@@ -85,13 +85,7 @@ def whole_state(trained: Trained) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=True)
     model, optim = get_state_dict(trained.model, trained.optimizer, options=options)
     whole = {"model": model, "optim": optim, "lr_scheduler": trained.schedule.state_dict()}
-    return dict(_gathered(whole))
-
-
-def _gathered(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _gathered(value) for key, value in state.items()}
-    return state.full_tensor() if isinstance(state, DTensor) else state
+    return dict(gathered(whole))
 
 
 def load(name: str, by: str, tiny: Path, jobs: Path) -> dict[str, Any]:
@@ -370,6 +364,6 @@ def test_a_list_of_an_optimizer_is_put_together_like_its_other_tensors(
         model=model,
         optimizer=torch.optim.SGD(model.parameters()),
     )
-    lists = _gathered(found["state"][0]["GG"][0]), found["state"][0]["GG"][1]
+    lists = gathered(found["state"][0]["GG"][0]), found["state"][0]["GG"][1]
     assert differences({"GG": (whole, torch.ones(4))}, {"GG": lists}) == []
     assert found["state"][0]["steps"] == [1, 2]

@@ -11,15 +11,10 @@ import pytest
 import ray
 import torch
 
+from tests.integration.weights.conftest import ASK_S, ask
 from trinity_sync import WeightSyncError
 from trinity_sync.weights.broadcast import receive_weights
 from trinity_sync.weights.weight_group import WeightGroupHost, join_weight_group
-
-ASK_S = 240.0
-
-
-def ask(reference: Any) -> Any:
-    return ray.get(reference, timeout=ASK_S)
 
 
 @ray.remote(num_cpus=0, runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}})

@@ -16,6 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tests.support.models import configure
 from trinity_sync import CheckpointCoordinator, WeightReader
 
 NEW = 100
@@ -26,16 +27,8 @@ GREEDY = GenerationConfig(do_sample=False, max_new_tokens=NEW, eos_token_id=-1)
 
 def make_model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
+    sizes = {"inner": 128, "layers": 2, "max_position_embeddings": 256}
+    config = configure(Qwen2Config, 64, 64, tie_word_embeddings=False, **sizes)
     return Qwen2ForCausalLM(config).eval()
 
 

@@ -9,8 +9,8 @@ import pytest
 import ray
 import torch
 
-from tests.integration.conftest import CommitStep
 from tests.integration.weights.conftest import ASK_S, ask
+from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import ConfigError, Synchronizer, WeightSyncError
 from trinity_sync.weights.state_files import read_address
@@ -116,11 +116,9 @@ def test_a_publish_wakes_a_wait(synchronizer: Any, root: Path) -> None:
     assert ask(synchronizer.latest.remote()) == published
 
 
-def test_a_commit_wakes_a_wait_of_the_synchronizer(
-    synchronizer: Any, root: Path, commit_step: CommitStep
-) -> None:
+def test_a_commit_wakes_a_wait_of_the_synchronizer(synchronizer: Any, root: Path) -> None:
     waiting = synchronizer.wait_newer.remote(0, None)
-    commit_step(4, kind="state_dict")
+    commit_files(root, 4, kind="state_dict")
     assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
 
 
@@ -156,14 +154,14 @@ def test_an_explorer_that_waits_requires_a_sync_until_it_has_a_version(
 
 
 def test_a_synchronizer_killed_during_a_run_restarts_with_the_right_version(
-    synchronizer: Any, root: Path, commit_step: CommitStep
+    synchronizer: Any, root: Path
 ) -> None:
-    commit_step(3, kind="state_dict")
+    commit_files(root, 3, kind="state_dict")
     ask(synchronizer.set_trainer_status.remote("running"))
     ask(synchronizer.publish.remote(version(root, 7)))
     ask(synchronizer.set_serving.remote("rollout-0", 7))
     waiting = synchronizer.wait_newer.remote(7, None)
-    commit_step(8, kind="state_dict")
+    commit_files(root, 8, kind="state_dict")
     kill(synchronizer, root)
     assert ask(waiting) == version(root.resolve(), 8, source="checkpoint")
     assert ask(synchronizer.latest.remote("memory")) == version(root, 7)

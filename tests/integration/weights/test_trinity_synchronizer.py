@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from tests.integration.conftest import CommitStep
 from tests.integration.weights.conftest import ASK_S, ask
 from tests.support.job import Job
+from tests.support.steps import commit_files
 from tests.support.weights import first, upload
 from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
@@ -41,12 +41,12 @@ def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
 
 
 def test_a_returned_commit_is_leased_until_the_explorers_next_call(
-    synchronizer: Any, root: Path, commit_step: CommitStep
+    synchronizer: Any, root: Path
 ) -> None:
     def commit(*steps: int) -> None:
         for step in steps:
             noticed = synchronizer.wait_newer.remote(step - 1, ASK_S)
-            commit_step(step, kind="state_dict")
+            commit_files(root, step, kind="state_dict")
             assert ask(noticed).step == step
 
     def prune_syncs() -> None:
