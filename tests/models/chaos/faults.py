@@ -17,9 +17,6 @@ from random import Random
 import psutil
 
 from tests.models.chaos.world import Hang, World
-from trinity_sync.saves.save_request import SAVE_DEPLOYMENT, SaveRequest
-from trinity_sync.snapshot.identity import read_identity
-from trinity_sync.storage.runs import find_newest_run
 
 Fault = Callable[[World, Random], None]
 FAULTS: dict[str, Fault] = {}
@@ -172,14 +169,6 @@ def network_cut(world: World, random: Random) -> None:
     world.proxy.join()
 
 
-@of_stack
-def synchronizer_killed(world: World, random: Random) -> None:
-    moment(world, random)
-    for each in world.ray_processes("ray::Synchronizer"):
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-
-
 @fault
 def explorer_killed(world: World, random: Random) -> None:
     moment(world, random, "submitted")
@@ -253,25 +242,6 @@ def database_killed(world: World, random: Random) -> None:
     world.postgres.kill()
     time.sleep(random.uniform(0, 5))
     world.postgres.start()
-
-
-@of_stack
-def duplicate_trigger(world: World, random: Random) -> None:
-    moment(world, random, "submitted")
-    step = [n["step"] for n in world.notes() if n["what"] == "submitted"][-1]
-    run = find_newest_run(world.root)
-    assert run is not None
-    request = SaveRequest(
-        root=str(world.root),
-        step=step,
-        run=run.number,
-        run_key=run.key,
-        identity=read_identity(world.root),
-        components=("model", "optim", "extra_state"),
-        keep=6,
-    )
-    for _ in range(2):
-        world.started({"request": request.model_dump(mode="json")}, SAVE_DEPLOYMENT)
 
 
 @fault

@@ -187,8 +187,7 @@ class World:
                     self.fell.append(f"rank {number} ended by itself, {rank.returncode}: {said}")
             self.kill_training()
             self.start_training()
-        ended = self.explorer is None or self.explorer.poll() is not None
-        if ended and not self._is_away:
+        if self.explorer is None or self.explorer.poll() is not None:
             self.explorer = self._start("explorer", "tests.models.chaos.explorer", str(self.root))
 
     def _repair_stack(self) -> None:
@@ -202,12 +201,9 @@ class World:
         os.environ["PREFECT_API_AUTH_STRING"] = self.server.api_auth
         os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{self.proxy.port}/api"
         refresh_global_settings_context()
-        before = self.stack.ray
         if not self.stack.lives:
             with patch.dict(os.environ, self.trouble.environment):
                 self.stack = embedded.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
-        if before != self.stack.ray:
-            self.kill_explorer()
 
     def start_training(self, *, into: list[subprocess.Popen[bytes]] | None = None) -> None:
         self.starts += 1
