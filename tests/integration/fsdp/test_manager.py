@@ -54,6 +54,11 @@ def components(root: Path, step: int) -> list[str]:
     return sorted({f.component for f in manifest.files}) if manifest else []
 
 
+def commit(manager: FSDPCheckpointManager, root: Path, step: int) -> None:
+    manager.save_checkpoint(path(root, step), step)
+    manager.wait_on_save_thread()
+
+
 def test_the_first_state_dict_before_any_save_only_records_its_version(
     new_run: MakeManager, root: Path
 ) -> None:
@@ -71,8 +76,7 @@ def test_the_initial_version_can_still_be_saved_as_a_checkpoint(
 ) -> None:
     manager = new_run()
     manager.save_state_dict(path(root, 5), 5)
-    manager.save_checkpoint(path(root, 5), 5)
-    manager.wait_on_save_thread()
+    commit(manager, root, 5)
     assert components(root, 5) == ["extra_state", "metadata", "model", "optim"]
 
 
@@ -104,18 +108,14 @@ def test_a_checkpoint_of_the_model_alone_is_made_though_the_sync_of_its_step_has
 
 
 def test_contents_decide_what_is_saved(new_run: MakeManager, root: Path) -> None:
-    manager = new_run(save_contents=["model", "extra"])
-    manager.save_checkpoint(path(root, 1), 1)
-    manager.wait_on_save_thread()
+    commit(new_run(save_contents=["model", "extra"]), root, 1)
     assert components(root, 1) == ["extra_state", "metadata", "model"]
 
 
 def test_a_model_without_an_adapter_is_saved_whole_by_the_setting_for_adapters(
     new_run: MakeManager, root: Path, trained: Trained
 ) -> None:
-    manager = new_run(save_lora_only=True)
-    manager.save_checkpoint(path(root, 1), 1)
-    manager.wait_on_save_thread()
+    commit(new_run(save_lora_only=True), root, 1)
     saved = torch.load(f"{path(root, 1)}/model_world_size_1_rank_0.pt", weights_only=False)
     assert saved.keys() == trained.model.state_dict().keys()
 
@@ -163,8 +163,7 @@ def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(
     new_run: MakeManager, root: Path, trained: Trained
 ) -> None:
     manager = new_run()
-    manager.save_checkpoint(path(root, 1), 1)
-    manager.wait_on_save_thread()
+    commit(manager, root, 1)
     trained.step()
     before = trained.state()
     with pytest.raises(ConfigError, match="load before the first save"):
@@ -174,8 +173,7 @@ def test_a_run_that_has_saved_cannot_load_and_keeps_its_state(
 
 def test_a_step_that_is_not_committed_is_not_loaded(new_run: MakeManager, root: Path) -> None:
     manager = new_run()
-    manager.save_checkpoint(path(root, 1), 1)
-    manager.wait_on_save_thread()
+    commit(manager, root, 1)
     (step_folder(root, 1) / "manifest.json").unlink()
     with pytest.raises(CommitError, match=r"step 1 .* is not committed"):
         manager.load_checkpoint(path(root, 1))
@@ -250,9 +248,7 @@ def test_a_generation_config_that_can_be_saved_is(
     new_run: MakeManager, root: Path, shipped: Path
 ) -> None:
     (shipped / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
-    manager = new_run()
-    manager.save_checkpoint(path(root, 1), 1)
-    manager.wait_on_save_thread()
+    commit(new_run(), root, 1)
     saved = step_folder(root, 1) / "actor/huggingface/generation_config.json"
     assert json.loads(saved.read_text())["temperature"] == 0.6
 
@@ -268,8 +264,7 @@ def test_a_tokenizer_that_cannot_be_saved_is_left_out(
     trained.tokenizer, tokenizer = Stateful(), trained.tokenizer
     manager = new_run()
     trained.tokenizer = tokenizer
-    manager.save_checkpoint(path(root, 1), 1)
-    manager.wait_on_save_thread()
+    commit(manager, root, 1)
     assert "without the files of the Stateful, which cannot be saved: no serializer" in caplog.text
     assert not (step_folder(root, 1) / "actor/huggingface/vocab.txt").exists()
 
