@@ -14,11 +14,10 @@ from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.merged import merged, merged_by_verl
 from tests.integration.fsdp.models import Trained
 from tests.integration.fsdp.ranks import on_ranks
-from tests.support.states import copied, differences
+from tests.support.states import differences
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.layout import step_folder
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.manifest import read_run_head
 
 STEP = 3
 EXPORTED_STEP = STEP + 1
@@ -31,7 +30,6 @@ class Saved:
     role_folder: Path
     expected: list[dict[str, Any]]
     """State of each rank at the moment of the save, by component."""
-    steps_meanwhile: list[int]
     exported: Path
 
 
@@ -47,17 +45,16 @@ def fsdp(request: pytest.FixtureRequest) -> int:
 def saved(fsdp: int, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     scratch = tmp_path_factory.mktemp("saved")
     root = scratch / "job"
-    meanwhile = on_ranks(_train_and_save, fsdp, tiny, root, scratch, scratch=scratch)
+    on_ranks(_train_and_save, fsdp, tiny, root, scratch, scratch=scratch)
     return Saved(
         role_folder=step_folder(root, STEP) / "actor",
         expected=[torch.load(scratch / f"rank{rank}.pt", weights_only=False) for rank in range(2)],
-        steps_meanwhile=meanwhile,
         exported=step_folder(root, EXPORTED_STEP) / "actor" / "huggingface",
     )
 
 
-def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
-    """Save at a step and train on until it is committed; returns the optimizer steps meanwhile."""
+def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> None:
+    """Save at a step, and train on while it is written."""
     # some hundred kilobytes then take a second, in which training goes on
     os.environ["TRINITY_SYNC_STACK__IO__MAX_MB_PER_S"] = "2"
     trained = Trained(tiny, version)
@@ -67,18 +64,12 @@ def _train_and_save(version: int, tiny: Path, root: Path, scratch: Path) -> int:
     manager = trained.manager(coordinator)
     torch.save(trained.state(), scratch / f"rank{dist.get_rank()}.pt")
     manager.save_checkpoint(str(step_folder(root, STEP) / "actor"), STEP)
-    waiting = torch.ones(1)
-    steps = 0
-    while waiting.item() and steps < 2000:
+    for _ in range(5):
         trained.step()
-        steps += 1
-        waiting.fill_(not read_run_head(root, 1, STEP))
-        dist.all_reduce(waiting)  # ranks agree when to stop, or one would train alone
     folder = step_folder(root, EXPORTED_STEP) / "actor"
     manager.save_checkpoint(str(folder), EXPORTED_STEP, save_as_hf=True)
     manager.wait_on_save_thread()
     coordinator.close()
-    return steps
 
 
 def _load_with_verl(version: int, tiny: Path, folder: Path, expected: list[Any]) -> list[str]:
@@ -87,18 +78,6 @@ def _load_with_verl(version: int, tiny: Path, folder: Path, expected: list[Any])
     trained.step()
     trained.verls_manager().load_checkpoint(str(folder))
     return differences(expected[dist.get_rank()], trained.state())
-
-
-def test_training_went_on_while_the_checkpoint_was_written(saved: Saved) -> None:
-    assert min(saved.steps_meanwhile) >= 5
-
-
-def test_files_hold_the_state_at_the_save_and_not_a_later_one(saved: Saved) -> None:
-    for rank, expected in enumerate(saved.expected):
-        for component, state in expected.items():
-            file = saved.role_folder / f"{component}_world_size_2_rank_{rank}.pt"
-            written = copied(torch.load(file, weights_only=False))
-            assert differences(state, written) == []
 
 
 def test_verls_loader_restores_model_optimizer_and_extra_state_bit_for_bit(
