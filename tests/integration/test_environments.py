@@ -1,10 +1,7 @@
 """The client can be installed in the environments of trainers, as an independent resolver says."""
 
-import re
 import subprocess
 import sys
-import zipfile
-from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -59,22 +56,3 @@ def test_the_lock_is_for_the_versions_of_python_that_the_readme_names(
     assert "Python 3.11 or Python 3.12, as veRL does" in readme
     dev = f"trinity-sync[{extras}] @ {wheel.as_uri()}"
     assert resolve(tmp_path, dev, python=python, lock=CHECKOUT / "constraints.txt") == ""
-
-
-def test_the_client_needs_no_package_of_the_stack(wheel: Path) -> None:
-    base, stack = set(), set()
-    with zipfile.ZipFile(wheel) as content:
-        (metadata,) = [name for name in content.namelist() if name.endswith("/METADATA")]
-        requirements = message_from_bytes(content.read(metadata)).get_all("Requires-Dist")
-    for requirement in requirements:
-        name = re.match(r"[\w.-]+", requirement)
-        assert name
-        if "extra ==" not in requirement:
-            base.add(name[0])
-        elif re.search("extra == .stack.", requirement):
-            stack.add(name[0])
-    assert {"prefect", "ray", "sqlalchemy"} <= stack
-    assert {"typer", "rich", "jinja2"} <= base  # of its command
-    assert "certifi" in base  # httpx needs it as well, but may not for ever
-    assert not base & stack
-    assert not base & {"verl", "vllm", "trinity-rft", "transformers", "lightning"}

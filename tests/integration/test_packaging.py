@@ -28,7 +28,6 @@ from trinity_sync.settings import StackSettings
 from trinity_sync.stack import daemon, embedded
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
-from trinity_sync.storage.discovery import require_committed
 
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = "trinity_sync/packages/"
@@ -134,22 +133,6 @@ def test_the_command_of_the_stack_is_found_before_and_behind_what_cannot_be_run(
         path = os.pathsep.join([*map(str, folders), "/usr/bin", "/bin"])
         said = run(project, client / "trinity-sync", "--help", PATH=path)
         assert "trinity-sync ls ckpts" in said
-
-
-def test_a_training_saves_and_never_imports_flows_or_tasks(
-    project: Path, installed: Path, stack: StackState
-) -> None:
-    script = project / "train.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from trinity_sync import CheckpointCoordinator\n"
-        "with CheckpointCoordinator('ckpts') as saves:\n"
-        "    saves.save(1, {'model': {'w': torch.ones(3)}})\n"
-        "print(CheckpointCoordinator.__module__, 'flows' in sys.modules, 'tasks' in sys.modules)\n"
-    )
-    said = run(project, installed / "python", script)
-    assert said == "trinity_sync.client.coordinator False False"
-    assert require_committed(project / "ckpts", 1).run == 1
 
 
 def test_a_script_that_starts_the_stack_keeps_its_own_flows(
