@@ -18,7 +18,7 @@ from prefect.client.schemas.actions import (
     DeploymentUpdate,
     WorkPoolCreate,
 )
-from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Scheduled
+from prefect.states import Cancelled, Cancelling, Pending, Running, Scheduled
 
 from tests.conftest import left_of
 from tests.faults.slow_save import (
@@ -146,22 +146,6 @@ def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_onc
         embedded.up(stack_settings)
     assert_committed(root, 2)
     assert api.ended(run.id).run_count == 2
-
-
-def test_a_run_that_was_called_silent_and_lives_ends_as_what_it_reports(
-    saves: CheckpointCoordinator, root: Path, api: Api
-) -> None:
-    begin_slow_save(saves, root, 2)
-    run = api.run_of(key(saves, 2))
-    api.set_states(run.id, Crashed(message="No heartbeat of its process."))
-    assert_committed(root, 2)
-
-    def state() -> str | None:
-        with api.client as client:
-            return client.read_flow_run(run.id).state_name
-
-    until(lambda: state() == "Completed", "its own end")
-    assert api.ended(run.id).run_count == 1
 
 
 def test_each_node_repairs_its_own_runs_and_cancels_the_cancelled(

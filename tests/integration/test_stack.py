@@ -1,6 +1,5 @@
 """The stack on one machine: started once, repaired, stopped without a trace."""
 
-import asyncio
 import json
 import os
 import signal
@@ -22,14 +21,9 @@ from tests.support.database import lay_tables
 from tests.support.waiting import until
 from tests.unit.cli.test_output import check_document
 from trinity_sync import CheckpointCoordinator, Settings, StackError
-from trinity_sync.client.prefect_api import FlowRun, PrefectApi
-from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.deploy import HEARTBEAT_AUTOMATION, open_client
-from trinity_sync.orchestration.recovery.node import NodeRecovery
-from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.identity import job_id
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import lock_home
@@ -66,31 +60,6 @@ def on_the_same_ray(
 
 def part(settings: Settings, name: str) -> embedded.ServiceStatus:
     return next(each for each in embedded.status(settings).services if each.name == name)
-
-
-def test_a_worker_leaves_the_saves_of_another_stack_in_its_spool_to_that(
-    stack: StackState, stack_settings: Settings, root: Path
-) -> None:
-    now = embedded.find(stack_settings)
-    assert now
-
-    async def recover() -> list[FlowRun]:
-        recovery = NodeRecovery(stack_settings, "here/1/1", lambda _: True, lambda _: None)
-        async with PrefectApi(stack_settings, now.api_url) as api:
-            await recovery.serve_images(api)
-            return await api.read_job_runs(job_id(root))
-
-    theirs = SaveTrigger(stack_settings, "http://127.0.0.1:9/api")
-    saves = CheckpointCoordinator(root, settings=stack_settings, trigger=theirs)
-    try:
-        saves.save(1, {"model": {"w": torch.zeros(9)}})
-        until(lambda: find_pending_saves(saves.spool), "the save to be orphaned")
-        assert asyncio.run(recover()) == []
-        SaveTrigger(stack_settings, now.api_url).begin(saves.spool.folder.name)
-        saves.wait_all(60)
-        assert len(asyncio.run(recover())) == 1
-    finally:
-        saves.close(0)
 
 
 def test_a_worker_that_hangs_is_named_and_started_again_and_the_rest_left_alone(
@@ -383,29 +352,6 @@ def test_what_works_runs_on_if_the_worker_does_not_start_as_with_too_little_memo
     finally:
         embedded.down(another)
         deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
-
-
-@pytest.mark.slow
-def test_a_server_runs_on_if_ray_does_not_start_and_the_next_up_starts_it(
-    another: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PREFECT_API_URL")
-    monkeypatch.delenv("PREFECT_API_AUTH_STRING")
-    stack = StackSettings(server={"port": 0}, worker={"pool": "another", "nice": 0})
-    with monkeypatch.context() as wrong:
-        wrong.setenv("RAY_TLS_SERVER_CERT", "/none")
-        wrong.setenv("RAY_USE_TLS", "1")
-        with pytest.raises(StackError, match="the Ray node") as caught:
-            embedded.up(another, stack, worker=False)
-    assert "runs on (server)" in caught.value.hint
-    before = embedded.find(another)
-    try:
-        assert (bool(before.server), before.ray) == (True, None)
-        after = embedded.up(another, stack, worker=False)
-        assert (after.server, after.lives) == (before.server, True)
-        assert after.ray
-    finally:
-        embedded.down(another)
 
 
 def test_a_work_pool_of_another_type_is_named(stack: StackState) -> None:
