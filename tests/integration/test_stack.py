@@ -1,11 +1,9 @@
 """The stack on one machine: started once, repaired, stopped without a trace."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
@@ -27,14 +25,6 @@ from trinity_sync.settings import StackSettings
 from trinity_sync.stack import embedded, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import lock_home
-
-AUTOMATION = {
-    "name": "of-the-ui",
-    "trigger": {"type": "event", "posture": "Reactive", "threshold": 1, "expect": ["never"]},
-    "actions": [{"type": "do-nothing"}],
-}
-ANSWERED_S = 20.0
-"""Seconds of a busy machine; SQLite's time-out is 60."""
 
 
 @pytest.fixture
@@ -176,66 +166,6 @@ def test_a_work_pool_that_was_deleted_in_the_ui_is_named_by_status_and_made_by_t
     embedded.up(stack_settings)
     assert embedded.status(stack_settings).undeployed == ()
     until(lambda: run("status").returncode == 0, "the worker to be online again")
-
-
-UI = {
-    "POST /flows/": {"name": "of-the-ui"},
-    "POST /work_pools/": {"name": "of-the-ui", "type": "process"},
-    "POST /work_pools/of-the-ui/queues": {"name": "queue"},
-    "PATCH /work_pools/of-the-ui/queues/queue": {"is_paused": True, "priority": 1},
-    "PATCH /work_queues/{queues}": {"is_paused": False, "concurrency_limit": 2},
-    "PATCH /work_pools/of-the-ui": {"is_paused": True, "concurrency_limit": 3},
-    "POST /deployments/": {"name": "one", "flow_id": "{flows}", "work_pool_name": "of-the-ui"},
-    "POST /deployments/{deployments}/pause_deployment": None,
-    "POST /deployments/{deployments}/resume_deployment": None,
-    "PATCH /deployments/{deployments}": {"tags": ["mine"], "concurrency_limit": 2},
-    "POST /deployments/{deployments}/schedules": [{"schedule": {"interval": 60}, "active": True}],
-    "PATCH /deployments/{deployments}/schedules/{schedules}": {"active": False},
-    "POST /deployments/{deployments}/schedule": {},
-    "DELETE /deployments/{deployments}/schedules/{schedules}": None,
-    "POST /deployments/{deployments}/create_flow_run": {},
-    "PATCH /flow_runs/{create_flow_run}": {"name": "mine"},
-    "PATCH /flow_runs/{create_flow_run}/labels": {"mine": "yes"},
-    "POST /flow_runs/{create_flow_run}/set_state": {"state": {"type": "CANCELLED"}},
-    "DELETE /flow_runs/{create_flow_run}": None,
-    "POST /automations/": AUTOMATION,
-    "PATCH /automations/{automations}": {"enabled": False},
-    "PUT /automations/{automations}": AUTOMATION,
-    "DELETE /automations/{automations}": None,
-    "POST /variables/": {"name": "of_the_ui", "value": 1},
-    "PATCH /variables/{variables}": {"value": 2},
-    "DELETE /variables/{variables}": None,
-    "POST /concurrency_limits/": {"tag": "of-the-ui", "concurrency_limit": 1},
-    "POST /concurrency_limits/tag/of-the-ui/reset": {},
-    "DELETE /concurrency_limits/tag/of-the-ui": None,
-    "POST /v2/concurrency_limits/": {"name": "of-the-ui", "limit": 1},
-    "PATCH /v2/concurrency_limits/of-the-ui": {"active": False},
-    "DELETE /v2/concurrency_limits/of-the-ui": None,
-    "DELETE /work_queues/{queues}": None,
-    "DELETE /deployments/{deployments}": None,
-    "DELETE /work_pools/of-the-ui": None,
-    "DELETE /flows/{flows}": None,
-}
-"""Requests by which the UI changes something, in an order in which all have an effect."""
-
-
-def test_what_the_ui_changes_takes_effect_at_once(stack: StackState) -> None:
-    made, seconds = dict[str, str](), dict[str, float]()
-    with open_client(stack.api_url) as client:
-        for request, body in UI.items():
-            method, path = request.format(**made).split()
-            text, began = json.dumps(body), time.monotonic()
-            for name, value in made.items():
-                text = text.replace(f"{{{name}}}", value)
-            answer = client.request(method, path, content=text)  # type: ignore[arg-type]
-            assert answer.is_success, f"{request}: {answer.text}"
-            seconds[request] = time.monotonic() - began
-            if method == "POST" and answer.content:
-                found = answer.json()
-                found = found[0] if isinstance(found, list) and found else found
-                if isinstance(found, dict) and "id" in found:
-                    made[path.rstrip("/").rpartition("/")[2]] = found["id"]
-    assert {name: took for name, took in seconds.items() if took > ANSWERED_S} == {}
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
