@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,9 +11,8 @@ import psutil
 
 from tests.support.forked import Program
 from tests.support.job import Job
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, until
 from trinity_sync import Settings
-from trinity_sync.fs.atomic import lengthen_pauses
 from trinity_sync.fs.locks import LockFile
 
 TRAINER = """
@@ -51,10 +49,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def await_that(holds: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
-    until, pauses = time.monotonic() + seconds, lengthen_pauses()
-    while not holds():
-        assert time.monotonic() < until, what
-        time.sleep(next(pauses))
+    until(holds, what, seconds, pause=0.01)
 
 
 def is_announced(job: Job, step: int) -> bool:
