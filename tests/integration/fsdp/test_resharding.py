@@ -282,8 +282,9 @@ def test_flat_shards_of_original_parameters_are_read_by_verls_own_loader(
 
 
 def test_shards_are_loaded_by_plain_dcp_into_a_plain_module(
-    loaded: Loaded, tiny: Path, jobs: Path
+    loaded: Loaded, tiny: Path, jobs: Path, tmp_path: Path
 ) -> None:
+    to_dcp(jobs / "fsdp2-2", STEP, tmp_path / "dcp")
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -291,7 +292,7 @@ def test_shards_are_loaded_by_plain_dcp_into_a_plain_module(
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     states = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    dcp.load(states, checkpoint_id=jobs / "dcp", no_dist=True)
+    dcp.load(states, checkpoint_id=tmp_path / "dcp", no_dist=True)
     model.load_state_dict(states["model"])
     optimizer.load_state_dict(states["optim"])
     whole = torch.load(jobs / "fsdp2-2.pt")
