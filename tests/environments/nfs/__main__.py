@@ -27,7 +27,7 @@ PACKAGES = (
 )
 PARTS = """
 fs/test_capabilities
-storage/test_commit storage/test_leases storage/test_pins storage/test_placement
+storage/test_commit storage/test_steps_in_use storage/test_placement
 storage/test_restore storage/test_rewind storage/test_verify storage/test_write_permits
 retention/test_retention retention/test_retention_races
 client/test_attachments client/test_resuming client/test_run_context

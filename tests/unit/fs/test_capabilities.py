@@ -34,15 +34,6 @@ MOUNTS = r"""
 """.strip()
 
 
-def test_a_disk_and_memory_can_do_all_and_are_left_as_they_were(
-    tmp_path: Path, spool_folder: Path
-) -> None:
-    for root in (tmp_path, spool_folder):
-        found = require_capabilities(root)
-        assert [each.name for each in found.each if each.reason] == []
-        assert list(root.iterdir()) == []
-
-
 def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
     old, new, file = (tmp_path / f".{name}.tmp" for name in ("probe.1", "probe.2", "doctor.3"))
     for left in (old, new):
@@ -119,32 +110,28 @@ def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_fol
             stager.close()
 
 
-def test_the_mount_of_a_path_is_the_innermost_and_the_last() -> None:
-    kinds = {
-        "/home": "ext4",
-        "/data/ckpts": "nfs4",
-        "/data/two words/ckpts": "nfs",
-        "/lustre": "lustre",
-        "/over/it": "fuse.s3fs",
-        "/nameless": "tmpfs",
-    }
-    assert {path: find_mount(path, MOUNTS).kind for path in kinds} == kinds
-    assert find_mount("/anywhere", "").kind == "unknown"
-
-
-def test_mounts_of_object_stores_are_known_by_name() -> None:
-    paths = ["/over/it", "/bucket", "/juice", "/data", "/home"]
-    assert [find_mount(path, MOUNTS).is_object_store for path in paths] == [True] * 2 + [False] * 3
-
-
-def test_locks_that_stay_on_a_node_are_known_by_the_options_of_the_mount() -> None:
-    options = {path: find_mount(path, MOUNTS).local_lock_option for path in ("/data", "/lustre")}
-    assert options == {"/data": "", "/lustre": "localflock"}
-    assert find_mount("/data/two words", MOUNTS).local_lock_option == "nolock"
-    late = [
-        find_mount(path, MOUNTS).weak_consistency_option for path in ("/data", "/data/two words")
-    ]
-    assert late == ["", "nocto"]
+@pytest.mark.parametrize(
+    ("path", "kind", "is_object_store", "local_lock", "weak_consistency"),
+    [
+        ("/home", "ext4", False, "", ""),
+        ("/data/ckpts", "nfs4", False, "", ""),
+        ("/data/two words/ckpts", "nfs", False, "nolock", "nocto"),
+        ("/lustre", "lustre", False, "localflock", ""),
+        ("/over/it", "fuse.s3fs", True, "", ""),
+        ("/bucket", "fuse", True, "", ""),
+        ("/juice", "fuse.juicefs", False, "", ""),
+        ("/nameless", "tmpfs", False, "", ""),
+    ],
+)
+def test_the_mount_of_a_path_is_the_innermost_and_the_last_and_known_by_type_and_options(
+    path: str, kind: str, is_object_store: bool, local_lock: str, weak_consistency: str
+) -> None:
+    mount = find_mount(path, MOUNTS)
+    assert (mount.kind, mount.is_object_store) == (kind, is_object_store)
+    assert (mount.local_lock_option, mount.weak_consistency_option) == (
+        *(local_lock, weak_consistency),
+    )
+    assert find_mount(path, "").kind == "unknown"
 
 
 def test_files_are_recycled_where_other_nodes_cannot_read_them_or_on_request(

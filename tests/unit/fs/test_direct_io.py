@@ -1,4 +1,4 @@
-"""The writer: same bytes, right digest, direct I/O where it can be had."""
+"""The writer: same bytes, right digest, direct I/O where it can be had, within a speed limit."""
 
 import mmap
 import os
@@ -15,9 +15,14 @@ from tests.support.dying import end_of
 from trinity_sync.fs.direct_io import (
     CHUNK,
     IN_FLIGHT,
+    LARGEST,
+    PIECE,
+    READERS,
     RateLimit,
     digest_cached_file,
+    digest_file,
     open_to_read,
+    read_fd,
     scatter_fd,
     write_file,
 )
@@ -45,16 +50,37 @@ def test_every_size_is_written_whole(tmp_path: Path, size: int, direct: bool) ->
     assert digest_cached_file(path) == digest
 
 
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 4095, 4096, 4097, PIECE, PIECE + 1, READERS * 3 * PIECE + 4097]
+)
+def test_every_size_is_read_whole_and_has_the_same_digest_in_pieces(
+    tmp_path: Path, nbytes: int
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(random.Random(nbytes).randbytes(nbytes))
+    with open_to_read(path) as fd:
+        content, digest = read_fd(fd, nbytes)
+    assert bytes(content) == path.read_bytes()
+    assert digest == digest_file(path, nbytes) == digest_cached_file(path)
+
+
+@pytest.mark.parametrize("content", ["zeros", "one piece, repeated"])
+def test_a_file_that_was_cut_off_has_not_the_digest_of_the_whole(
+    tmp_path: Path, content: str
+) -> None:
+    path, nbytes = tmp_path / "file", PIECE * READERS * 4
+    piece = bytes(PIECE) if content == "zeros" else random.Random(1).randbytes(PIECE)
+    path.write_bytes(piece * READERS * 4)
+    whole = digest_file(path, nbytes)
+    os.truncate(path, nbytes - PIECE)
+    with open_to_read(path) as fd:
+        assert whole not in (digest_file(path, nbytes), read_fd(fd, nbytes)[1])
+
+
 def test_memory_that_direct_io_refuses_is_written_all_the_same(tmp_path: Path) -> None:
     content = mapped(bytes(range(256)) * 100)[1:]
     write_file(tmp_path / "file", content, direct=True)
     assert (tmp_path / "file").read_bytes() == content
-
-
-def test_a_file_system_without_direct_io_is_written_all_the_same(spool_folder: Path) -> None:
-    content = mapped(b"x" * 10_000)
-    write_file(spool_folder / "file", content, direct=True)
-    assert (spool_folder / "file").read_bytes() == content
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -133,3 +159,50 @@ def test_a_thread_that_yields_more_already_keeps_to_it_without_a_privilege(
         sys.exit(os.getpriority(os.PRIO_PROCESS, 0))
 
     assert end_of(lower) == then
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_two_writers_share_one_limit(tmp_path: Path) -> None:
+    clock = Clock()
+    writers = [RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=clock.sleep) for _ in "ab"]
+    for number in range(11):
+        writers[number % 2].admit(1_000_000)
+    assert clock.now == 110.0  # the first bytes do not wait
+
+
+def test_idle_time_is_not_saved_up(tmp_path: Path) -> None:
+    clock = Clock()
+    limit = RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=clock.sleep)
+    limit.admit(1_000_000)
+    clock.now += 50
+    for _ in range(3):
+        limit.admit(1_000_000)
+    assert clock.now == 152.0
+
+
+def test_a_time_far_ahead_from_before_a_reboot_delays_by_one_chunk(tmp_path: Path) -> None:
+    later, clock = Clock(), Clock()
+    later.now = 1e6
+    RateLimit(tmp_path / "rate", LARGEST, clock=later, sleep=later.sleep).admit(LARGEST)
+    RateLimit(tmp_path / "rate", LARGEST, clock=clock, sleep=clock.sleep).admit(LARGEST)
+    assert clock.now == 101.0
+
+
+def test_a_limit_without_its_file_delays_nothing_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = RateLimit(tmp_path / "none/rate", 1.0)
+    for _ in range(3):
+        limit.admit(LARGEST)
+    assert caplog.text.count("writing without a speed limit") == 1

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.conftest import set_limit
 from trinity_sync.fs import file_system as memory
-from trinity_sync.fs.file_system import find_room, find_shortage, measure_ray_stores
+from trinity_sync.fs.file_system import find_shortage, measure_ray_stores
 from trinity_sync.snapshot.spool import JobSpool
 
 LIMIT = 1 << 30
@@ -73,12 +73,6 @@ def test_what_the_store_of_a_ray_node_may_still_take_is_told_before_a_training(
     assert "need 1,048,576 bytes in spool" in caplog.text
     assert "of which Ray's object store may take 1," in caplog.text
     assert "--shm-size" in caplog.text
-
-
-def test_without_a_limit_the_room_is_that_of_the_file_system(spool_folder: Path) -> None:
-    room = find_room(spool_folder)
-    assert 0 < room.nbytes <= 1 << 62
-    assert "--shm-size" in room.enlarge
 
 
 def test_the_groups_of_a_container_are_below_its_mounts(

@@ -234,23 +234,18 @@ def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) 
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
 
 
-def test_images_of_before_a_reboot_are_evicted(job: Job) -> None:
+@pytest.mark.parametrize("how", ["from before a reboot", "torn"])
+def test_an_image_whose_ticket_tells_nothing_is_evicted(job: Job, how: str) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.zeros(3)}})
-    for sealed in job.spool.tickets()[0]:
-        seal(sealed.slot, replace(sealed.ticket, monotonic_s=time.monotonic() + 1e6))
+    image = job.spool.read_step(1, 2)[0][0]
+    if how == "torn":
+        ticket_path(image.slot).write_text("{")
+    else:
+        seal(image.slot, replace(image.ticket, monotonic_s=time.monotonic() + 1e6))
     job.stagers.pop(0).close()
     job.stagers[0] = Stager(job.spool, slot_wait_s=60)
     assert job.stage(3, {"model": {"w": torch.zeros(3)}}).waited_s < 60
-
-
-def test_an_image_whose_ticket_is_torn_is_evicted(job: Job) -> None:
-    for step in (1, 2):
-        job.stage(step, {"model": {"w": torch.zeros(3)}})
-    torn = job.spool.read_step(1, 2)[0][0]
-    ticket_path(torn.slot).write_text("{")
-    job.stagers[0] = Stager(job.spool, slot_wait_s=60)
-    job.stage(3, {"model": {"w": torch.zeros(3)}})
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [1, 3]
 
 
@@ -434,10 +429,11 @@ def test_a_slot_that_its_commit_frees_does_not_count_as_evicted(
     assert "Evicting" not in caplog.text
 
 
-def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:
     states = {"model": {"w": torch.zeros(3)}, "optim": {"s": torch.ones(3)}}
     second = job.spool.slot("actor", "optim", 0, 0)
     temporary = second.with_name(f"{second.name}.ticket.tmp")
@@ -453,9 +449,6 @@ def test_in_a_full_spool_all_is_sealed_or_nothing(job: Job) -> None:
 
 
 def test_an_evicted_image_leaves_nothing_if_no_other_takes_its_place(job: Job) -> None:
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     job.stagers[0] = Stager(job.spool, slots=1)
     states = {"model": {"w": torch.zeros(3)}, "optim": {"s": torch.ones(3)}}
     job.stage(1, states)
@@ -512,16 +505,6 @@ def test_ranks_that_end_at_the_same_moment_do_not_trip_over_each_other(job: Job)
             for end in [ranks.submit(job.spool.remove_if_unused) for _ in range(4)]:
                 end.result()
     assert not job.spool.folder.exists()
-
-
-def test_a_folder_that_another_process_removed_names_its_job_again(tmp_path: Path) -> None:
-    spool = open_job_spool(tmp_path / "spool", tmp_path / "ckpts")
-    spool.remove_if_unused()
-    assert not spool.folder.exists()
-    stager = Stager(spool)
-    prewarm(stager, 4096)
-    assert spool.read_root() == tmp_path / "ckpts"
-    stager.close()
 
 
 @pytest.mark.parametrize("changed", ["nothing", "a small tensor", "the end of a large one"])

@@ -1,8 +1,12 @@
-"""Spare files: written over by the next save, never while another process could see it."""
+"""Files are written over once they are spare, and linked while they have not changed.
+
+A spare file is never written over while another process could see it.
+"""
 
 import itertools
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +14,26 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.disk import flip_a_byte
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_renamed
 from trinity_sync.errors import SaveError
+from trinity_sync.layout import step_folder
+from trinity_sync.retention.policies import parse_policy
+from trinity_sync.retention.prune import plan_prune, prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_folder, remove_spares
 from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.gc import remove_temporaries
+from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
+from trinity_sync.storage.uncommitted import is_being_written
 
 PLENTY = 1 << 40
 
@@ -63,10 +76,14 @@ def test_a_smaller_file_is_cut_to_its_size(job: Job) -> None:
     assert torch.equal(torch.load(written)["w"], torch.ones(WORTHWHILE))
 
 
-def test_small_files_are_removed(tmp_path: Path, step: Path) -> None:
+def test_small_files_are_removed_and_spare_files_on_request(tmp_path: Path, step: Path) -> None:
+    shutil.copytree(step, other := tmp_path / "global_step_2")
     remove_folder(tmp_path, step, keep=PLENTY)
     assert not step.exists()
     assert acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+    assert not acquire_spare(tmp_path, tmp_path / "other", WORTHWHILE)
+    remove_folder(tmp_path, other, keep=PLENTY)
+    remove_spares(tmp_path)
     assert not acquire_spare(tmp_path, tmp_path / "other", WORTHWHILE)
 
 
@@ -153,16 +170,6 @@ def test_files_of_other_users_among_the_spare_files_are_not_reused(
     assert not (tmp_path / "one").exists()
 
 
-def test_a_link_to_a_file_elsewhere_is_not_followed(tmp_path: Path, step: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_bytes(b"mine" * WORTHWHILE)
-    (step / "link.pt").symlink_to(elsewhere)
-    remove_folder(tmp_path, step, keep=PLENTY)
-    assert elsewhere.exists()
-    assert acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
-    assert not acquire_spare(tmp_path, tmp_path / "other", WORTHWHILE)
-
-
 def test_spare_files_stay_below_their_limit(tmp_path: Path, step: Path) -> None:
     for name in ("second", "third"):
         (step / name).write_bytes(b"old" * WORTHWHILE)
@@ -196,12 +203,6 @@ def test_the_best_fitting_spare_file_is_acquired(tmp_path: Path) -> None:
         acquire_spare(tmp_path, tmp_path / str(number), wanted * WORTHWHILE)
         sizes.append((tmp_path / str(number)).stat().st_size // WORTHWHILE)
     assert sizes == [2, 8, 1]
-
-
-def test_removing_spare_files_frees_their_space(tmp_path: Path, step: Path) -> None:
-    remove_folder(tmp_path, step, keep=PLENTY)
-    remove_spares(tmp_path)
-    assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
@@ -257,3 +258,79 @@ def test_opening_a_leased_file_sends_no_signal_to_its_process(
         """
     command = [sys.executable, "-c", dedent(look), str(path), dedent(meet_leases)]
     subprocess.run([*command, str(handled)], check=True)
+
+
+NUMBERS = WORTHWHILE // 2
+REFERENCE = "actor/model_world_size_1_rank_0.pt"
+
+
+def save(job: Job, step: int, value: float = 1.0) -> Path:
+    """Save a frozen model with an optimizer that steps; return the model's file."""
+    states = {
+        "model": {"w": torch.full((NUMBERS,), value)},
+        "optim": {"w": torch.full((NUMBERS,), 0.1 * step)},
+    }
+    job.commit_states(step, states)
+    return step_folder(job.root, step) / REFERENCE
+
+
+def test_each_step_that_has_the_file_loads_until_the_last_of_them_is_removed(job: Job) -> None:
+    files = [save(job, step) for step in (1, 2, 3)]
+    assert len({file.stat().st_ino for file in files}) == 1
+    last = parse_policy("last=1")
+    for step in (4, 5):  # the second writes over what the first has left
+        prune(job.root, plan_prune(job.root, Rules(last, last), now=2e9))
+        newest = save(job, step)
+    assert (
+        newest.stat().st_ino
+        == files[0].parents[2].joinpath("global_step_4", REFERENCE).stat().st_ino
+    )
+    for step in (4, 5):
+        loaded = load_states(job.root, step, "actor", world_size=1)
+        assert torch.equal(loaded["model"]["w"], torch.ones(NUMBERS))
+        assert torch.equal(loaded["optim"]["w"], torch.full((NUMBERS,), 0.1 * step))
+
+
+@pytest.mark.parametrize("place", [0.0, 0.4999, 0.77, None])
+def test_a_file_that_was_altered_or_others_may_write_is_written_again(
+    job: Job, place: float | None
+) -> None:
+    first = save(job, 1)
+    if place is None:
+        first.chmod(0o666)
+    else:
+        flip_a_byte(first, int(place * first.stat().st_size))
+    second = save(job, 2)
+    assert second.stat().st_ino != first.stat().st_ino
+    loaded = load_states(job.root, 2, "actor", world_size=1)
+    assert torch.equal(loaded["model"]["w"], torch.ones(NUMBERS))
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "state_dict"])
+def test_no_file_that_a_function_of_a_sync_may_open_is_shared(job: Job, first: Any) -> None:
+    second = "state_dict" if first == "checkpoint" else "checkpoint"
+    files = []
+    for step, kind in ((1, first), (2, second)):
+        job.commit_states(step, {"model": {"w": torch.ones(NUMBERS)}}, kind=kind)
+        files.append(step_folder(job.root, step) / REFERENCE)
+    assert not files[0].samefile(files[1])
+
+
+def test_without_hard_links_it_is_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "no links here")
+
+    first = save(job, 1)
+    monkeypatch.setattr(os, "link", refuse)
+    assert save(job, 2).stat().st_ino != first.stat().st_ino
+
+
+def test_its_new_name_is_not_old_for_who_removes_what_saves_have_left(job: Job) -> None:
+    old = save(job, 1)
+    os.utime(old, (1e9, 1e9))
+    job.stage(2, {"model": {"w": torch.ones(NUMBERS)}})
+    (written,) = job.persist(2)
+    assert old.samefile(written.temporary)
+    assert is_being_written(job.root, 2, within_s=60)
+    assert not [*remove_temporaries(job.root, images=(), busy=(), before=1.1e9)]
+    assert Path(written.temporary).exists()

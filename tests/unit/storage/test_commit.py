@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import environment
-from tests.support.disk import no_file_above
+from tests.support.disk import no_file_above, noted_syncs
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.steps import MODEL, save_foreign_step
@@ -25,7 +25,6 @@ from trinity_sync.errors import (
     ImageError,
     ManifestError,
     MissingShardsError,
-    RootAwayError,
     SaveError,
     SupersededError,
     TicketError,
@@ -40,7 +39,6 @@ from trinity_sync.retention.removal import describe_steps
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.snapshot import packed
-from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage.commit import commit, free_committed_slots
@@ -52,7 +50,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.manifest import read_manifest, write_manifest_into
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superseded
@@ -122,18 +120,28 @@ def test_an_image_leaves_the_memory_of_its_writer_while_it_is_written(
     assert resident[0] < 32 << 20
 
 
-def test_a_sync_and_a_checkpoint_of_one_step_write_the_model_once(job: Job) -> None:
+def test_a_sync_and_a_checkpoint_write_the_model_once_and_a_retry_leaves_the_manifest_as_it_is(
+    job: Job,
+) -> None:
+    """Policies go by the time of the commit."""
     job.stage(3, {"model": state(1)}, kind="state_dict")
     job.stage(3, {"optim": state(2)}, also=("model",))
     first = job.commit(3, kind="state_dict")
     assert not (folder(job, 3) / ".full_checkpoint").exists()
-    model = folder(job, 3) / "actor/model_world_size_1_rank_0.pt"
+    model, manifest = folder(job, 3) / MODEL, folder(job, 3) / "manifest.json"
     inode = model.stat().st_ino
     both = job.commit(3, "model", "optim")
     assert model.stat().st_ino == inode
     assert (first.kinds, both.kinds) == (("state_dict",), ("checkpoint", "state_dict"))
     assert len(read_manifest(job.root, 3).files) == 2
     assert (folder(job, 3) / ".full_checkpoint").exists()
+    before = manifest.read_bytes(), manifest.stat().st_ino
+    (job.root / "latest_checkpointed_iteration.txt").unlink()  # the first attempt died before it
+    again = job.commit(3, "model", "optim")
+    job.commit(3, kind="state_dict")
+    assert (manifest.read_bytes(), manifest.stat().st_ino) == before
+    assert again.committed_at == both.committed_at
+    assert read_latest_pointer(job.root, "checkpoint") == 3
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
@@ -184,13 +192,11 @@ def test_an_image_that_its_save_was_committed_without_is_kept_and_said(
     assert "optim of step 3, role actor, rank 0 is not saved" in caplog.text
 
 
-@pytest.mark.parametrize("what", ["model", "metadata"])
 def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
-    job: Job, tmp_path: Path, what: str
+    job: Job, tmp_path: Path
 ) -> None:
-    (tmp_path / "meta").mkdir()
-    (tmp_path / "meta/config.json").write_text("{}")
-    metadata = tmp_path / "meta" if what == "metadata" else None
+    (metadata := tmp_path / "meta").mkdir()
+    (metadata / "config.json").write_text("{}")
     job.stage(3, {"model": state(1)}, metadata=metadata)
     written = job.persist(3, "model", "metadata")
     commit(job.save(3), written)
@@ -235,28 +241,15 @@ def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) 
     assert not list(folder(job, 3).rglob("*.tmp"))
 
 
-def test_a_failed_attempt_leaves_the_files_of_the_other(job: Job) -> None:
+def test_a_failed_attempt_leaves_the_files_of_the_other_and_those_of_a_dead_one_are_removed(
+    job: Job,
+) -> None:
     job.stage(3, {"model": state(3)})
-    first, second = job.persist(3), job.persist(3)
+    first, second, _ = (job.persist(3) for _ in range(3))
     remove_files(Path(each.temporary) for each in second)
     commit(job.save(3), first)
     require_committed(job.root, 3)
-
-
-def test_a_commit_removes_the_files_of_an_attempt_that_died(job: Job) -> None:
-    job.stage(3, {"model": state(3)})
-    job.persist(3)  # and it is never committed
-    job.commit(3)
     assert not list(folder(job, 3).rglob("*.tmp"))
-
-
-def test_a_commit_leaves_the_files_of_another_save_that_is_being_written(job: Job) -> None:
-    job.stage(3, {"model": state(3)}, kind="state_dict")
-    job.stage(3, {"optim": state(4)}, also=("model",))
-    optim = job.persist(3, "optim")
-    job.commit(3, kind="state_dict")
-    commit(job.save(3), [*job.persist(3), *optim])
-    assert require_committed(job.root, 3).kinds == ("checkpoint", "state_dict")
 
 
 def test_a_sync_that_is_retried_leaves_the_image_to_the_checkpoint(job: Job) -> None:
@@ -267,16 +260,6 @@ def test_a_sync_that_is_retried_leaves_the_image_to_the_checkpoint(job: Job) -> 
     job.commit(3)
     assert require_committed(job.root, 3).kinds == ("checkpoint", "state_dict")
     assert job.spool.tickets() == ([], [])
-
-
-def test_roles_are_committed_together_or_not_at_all(job: Job) -> None:
-    job.roles = ("actor", "critic")
-    job.stage(2, {"model": state(1)})
-    with pytest.raises(MissingShardsError, match="role critic"):
-        job.commit(2)
-    assert read_manifest(job.root, 2) is None
-    job.stage(2, {"model": state(2)}, role="critic")
-    assert job.commit(2).roles == ("actor", "critic")
 
 
 def test_the_sync_of_a_role_is_not_taken_for_that_of_another(job: Job) -> None:
@@ -292,22 +275,27 @@ def test_the_sync_of_a_role_is_not_taken_for_that_of_another(job: Job) -> None:
     assert require_committed(job.root, 2).roles == ("actor", "critic")
 
 
-def test_a_missing_rank_is_named_and_nothing_is_committed(job: Job) -> None:
-    job.world_size = 2
-    job.stage(4, {"model": state(1), "optim": state(1)}, rank=0)
-    with pytest.raises(MissingShardsError, match=r"step 4 .*model of role actor rank 1"):
+@pytest.mark.parametrize(
+    ("roles", "world_sizes", "told"),
+    [
+        (("actor", "critic"), [1], "role critic"),
+        (("actor",), [2], r"step 4 .*model of role actor rank 1"),
+        (("actor",), [2, 3], r"mixes shards of world sizes \[2, 3\]"),
+    ],
+    ids=["a role is missing", "a rank is missing", "a rank is of another world size"],
+)
+def test_what_is_missing_is_named_and_nothing_is_committed(
+    job: Job, roles: tuple[str, ...], world_sizes: list[int], told: str
+) -> None:
+    job.roles, job.world_size = roles, world_sizes[0]
+    for rank, world_size in enumerate(world_sizes):
+        states = {"model": state(1), "optim": state(1)}
+        job.stage(4, states, rank=rank, world_size=world_size)
+    with pytest.raises(MissingShardsError, match=told):
         job.commit(4, "model", "optim")
+    assert read_manifest(job.root, 4) is None
     assert find_newest(job.root) is None
     assert read_latest_pointer(job.root, "checkpoint") is None
-
-
-def test_shards_of_another_world_size_are_never_mixed_in(job: Job) -> None:
-    job.world_size = 2
-    job.stage(4, {"model": state(1)}, rank=0)
-    job.stage(4, {"model": state(1)}, rank=1, world_size=3)
-    with pytest.raises(MissingShardsError, match=r"mixes shards of world sizes \[2, 3\]"):
-        job.commit(4)
-    assert find_newest(job.root) is None
 
 
 def test_a_truncated_image_is_named_with_step_role_and_rank(job: Job) -> None:
@@ -350,21 +338,17 @@ def test_an_evicted_image_is_never_saved_as_another_step(job: Job) -> None:
         _check(job.save(1), sealed, memoryview(b""))
 
 
-def test_an_image_whose_save_is_retried_no_longer_counts_as_failed(job: Job) -> None:
+def test_an_image_is_marked_as_failed_with_its_whole_reason_or_with_none_until_its_save_is_retried(
+    job: Job,
+) -> None:
     job.stage(1, {"model": state(1)})
-    mark_failed(job.spool, job.save(1), "the disk was full")
-    assert job.spool.tickets()[0][0].failed
-    job.persist(1)
-    assert not job.spool.tickets()[0][0].failed
-
-
-def test_an_image_is_marked_as_failed_with_its_whole_reason_or_with_none(job: Job) -> None:
-    job.stage(1, {"model": state(1)})
+    (image,) = job.spool.tickets()[0]
     with no_file_above(4):
         mark_failed(job.spool, job.save(1), "the disk was full")
-    (image,) = job.spool.tickets()[0]
     assert image.failed
     assert failure_path(image.slot).read_text() == ""
+    job.persist(1)
+    assert not image.failed
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount of its own")
@@ -380,22 +364,6 @@ def test_a_save_that_fails_for_one_rank_leaves_no_file_of_the_others(
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     job.commit(10)
     require_committed(job.root, 10)
-
-
-def test_a_commit_that_adds_nothing_leaves_the_manifest_as_it_is(job: Job) -> None:
-    """Policies go by the time of the commit."""
-    job.stage(3, {"model": state(3)}, kind="state_dict")
-    job.stage(3, {"optim": state(2)}, also=("model",))
-    job.commit(3, kind="state_dict")
-    whole = job.commit(3, "model", "optim")
-    path = folder(job, 3) / "manifest.json"
-    before = path.read_bytes(), path.stat().st_ino
-    (job.root / "latest_checkpointed_iteration.txt").unlink()  # the first attempt died before it
-    again = job.commit(3, "model", "optim")
-    job.commit(3, kind="state_dict")
-    assert (path.read_bytes(), path.stat().st_ino) == before
-    assert again.committed_at == whole.committed_at
-    assert read_latest_pointer(job.root, "checkpoint") == 3
 
 
 def test_an_attempt_that_finds_its_images_committed_by_another_says_nothing_of_an_eviction(
@@ -482,15 +450,6 @@ def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
         commit_step(request, [], job.share, 0.0, 0.0)
 
 
-def test_a_flow_that_is_retried_after_the_images_were_named_commits(job: Job) -> None:
-    job.stage(4, {"model": state(1)})
-    written = job.persist(4)
-    for file in written:  # the commit died after its renames
-        Path(file.temporary).rename(folder(job, 4) / file.record.path)
-    commit(job.save(4), written)
-    require_committed(job.root, 4)
-
-
 @pytest.mark.parametrize("runs", [[2], [1, 2]], ids=["new", "replaces another"])
 def test_equal_files_of_a_step_are_one_file(job: Job, runs: list[int]) -> None:
     job.world_size = 3
@@ -542,33 +501,21 @@ def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> N
 def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[Path] = []
-
-    def sync(folder: Path) -> None:
-        assert not (job.root / "global_step_1/manifest.json").exists()
-        synced.append(folder)
-
-    deep = job.root / "global_step_1/actor/adapters/lora"
+    deep, earlier = folder(job, 1) / "actor/adapters/lora", set[int]()
     deep.mkdir(parents=True)
     (deep / "adapter.safetensors").write_bytes(b"weights")
-    job.stage(1, {"model": {"w": torch.zeros(3)}})
-    written = job.persist(1)
-    monkeypatch.setattr("trinity_sync.storage.commit.write_manifest_into", lambda *_: None)
-    monkeypatch.setattr("trinity_sync.storage.commit.update_latest_pointers", lambda *_: None)
-    monkeypatch.setattr("trinity_sync.storage.replace.sync_folder", sync)
-    files = ("actor/adapters/lora/adapter.safetensors",)
+    job.stage(1, {"model": state(0)})
+    written, files = job.persist(1), ("actor/adapters/lora/adapter.safetensors",)
     receipt = CallableStatus("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
-    commit(job.save(1), written, [receipt])
-    assert {job.root, *deep.parents} - {*job.root.parents} | {deep} <= {*synced}
+    with noted_syncs() as durable:
 
+        def write(*of_step: Any) -> None:
+            earlier.update(durable)
+            write_manifest_into(*of_step)
 
-def test_a_save_of_an_earlier_run_before_the_resumed_step_still_commits(job: Job) -> None:
-    open_run(job.root, "first", 0)
-    job.stage(9, {"model": state(9)})
-    job.commit_states(10, {"model": state(10)})
-    open_run(job.root, "second", 10)
-    job.commit(9)
-    assert find_newest(job.root).step == 10
+        monkeypatch.setattr("trinity_sync.storage.commit.write_manifest_into", write)
+        commit(job.save(1), written, [receipt])
+    assert {each.stat().st_ino for each in (deep, *deep.parents[:4])} <= earlier
 
 
 def checkpoints_of_a_run(job: Job, *steps: int) -> None:
@@ -579,6 +526,7 @@ def checkpoints_of_a_run(job: Job, *steps: int) -> None:
 
 def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job: Job) -> None:
     checkpoints_of_a_run(job, 30, 40)
+    write_metrics(job.root, 1, 40, {"reward": 3.0})
     open_run(job.root, "second", 40)
     job.commit_states(40, {"model": state(40)}, run=2, kind="state_dict")
     found = find_newest(job.root)
@@ -588,24 +536,11 @@ def test_a_sync_of_the_step_that_a_run_has_loaded_takes_its_checkpoint_over(job:
     assert [read_latest_pointer(job.root, kind) for kind in KINDS] == [40, 40]
     assert job.spool.tickets() == ([], [])
     assert [found.has_kind(kind) for kind in ("state_dict", "checkpoint")] == [True, False]
+    assert [each.metrics for each in describe_steps(RootSteps(job.root))] == [{}, {"reward": 3.0}]
     job.commit(40, run=2, kind="state_dict")  # a retry
     assert find_newest(job.root) == found
-
-
-def test_a_checkpoint_that_is_taken_over_keeps_its_metrics(job: Job) -> None:
-    checkpoints_of_a_run(job, 30, 40)
-    write_metrics(job.root, 1, 40, {"reward": 3.0})
-    open_run(job.root, "second", 40)
-    job.commit_states(40, {"model": state(40)}, run=2, kind="state_dict")
-    assert {each.step: each.metrics for each in describe_steps(RootSteps(job.root))} == {
-        30: {},
-        40: {"reward": 3.0},
-    }
     job.commit_states(40, {"model": state(41), "optim": state(41)}, run=3)
-    assert {each.step: each.metrics for each in describe_steps(RootSteps(job.root))} == {
-        30: {},
-        40: {},
-    }  # replaced
+    assert [each.metrics for each in describe_steps(RootSteps(job.root))] == [{}, {}]  # replaced
 
 
 @pytest.mark.parametrize("resumed_from", [40, 30, 0])
@@ -782,6 +717,7 @@ def test_a_pinned_step_that_a_later_run_replaces_stays_in_quarantine(
 def test_a_step_of_another_system_is_quarantined_and_not_mixed_with_the_one_that_replaces_it(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also if that is interrupted, and finished later."""
     content = save_foreign_step(job.root, 40)
     open_run(job.root, "first", 0)
     (folder(job, 40) / "data.pt").write_bytes(b"by veRL's driver, for the step that is saved")
@@ -796,6 +732,9 @@ def test_a_step_of_another_system_is_quarantined_and_not_mixed_with_the_one_that
     assert list_unnamed_files(job.root, manifest) == [f"critic/{Path(MODEL).name}", "data.pt"]
     assert (folder(job, 40) / "data.pt").read_bytes().endswith(b"that is saved")
     assert not list(job.root.rglob(".*.tmp"))
+    aside.rename(job.root / ".trinity_sync/replacing/global_step_40")  # as the exchange leaves it
+    assert [found.state for found in remove_replaced(job.root)] == ["repaired"]
+    assert {name: (aside / name).read_bytes() for name in content} == content
 
 
 def test_weights_alone_do_not_replace_the_checkpoint_of_another_system(job: Job) -> None:
@@ -807,16 +746,6 @@ def test_weights_alone_do_not_replace_the_checkpoint_of_another_system(job: Job)
     assert {name: (folder(job, 40) / name).read_bytes() for name in content} == content
 
 
-def test_an_interrupted_quarantine_of_another_systems_step_is_finished_later(job: Job) -> None:
-    content = save_foreign_step(job.root, 40)
-    open_run(job.root, "first", 0)
-    job.commit_states(40, {"model": state(-40)})
-    (aside,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_40")
-    aside.rename(job.root / ".trinity_sync/replacing/global_step_40")  # as the exchange leaves it
-    assert [found.state for found in remove_replaced(job.root)] == ["repaired"]
-    assert {name: (aside / name).read_bytes() for name in content} == content
-
-
 def test_paths_in_metadata_cannot_leave_the_steps_folder(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -825,21 +754,6 @@ def test_paths_in_metadata_cannot_leave_the_steps_folder(
     job.stager().stage(job.origin(1), {"model": state(1)}, metadata=evil)
     with pytest.raises(ImageError, match="outside"):
         persist(job.share, job.save(1), "metadata", WriteOptions(rank_timeout_s=0.05))
-
-
-def test_an_image_of_a_removed_root_is_not_committed_into_the_recreated_one(job: Job) -> None:
-    earlier = open_run(job.root, "the same", 0)
-    job.stage(4, {"model": state(1)})
-    shutil.rmtree(job.root)
-    job.root.mkdir()
-    open_identity(job.root)
-    assert open_run(job.root, "the same", 0) == earlier
-    written = job.persist(4)
-    with pytest.raises(RootAwayError, match="removed, moved or recreated"):
-        job.commit(4)
-    with pytest.raises(RootAwayError, match="removed, moved or recreated"):
-        commit(job.save(4), written)
-    assert find_newest(job.root) is None
 
 
 def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_same_again(

@@ -64,22 +64,19 @@ def test_a_step_of_any_number_is_found(tmp_path: Path, step: int) -> None:
     assert split_role_path(step_folder(tmp_path, step) / "actor") == (tmp_path, step, "actor")
 
 
-def test_what_is_no_folder_is_no_step(tmp_path: Path) -> None:
-    commit_files(tmp_path, 7)
-    (tmp_path / "global_step_8").touch()
-    (tmp_path / "global_step_9").symlink_to(tmp_path / "gone")
-    (tmp_path / "global_step_10").symlink_to("global_step_10")
-    assert steps_on_disk(tmp_path) == [7]
-    assert find_newest(tmp_path).step == 7
-
-
-def test_a_manifest_that_is_no_file_hides_no_other_step(tmp_path: Path) -> None:
+def test_what_is_no_folder_is_no_step_and_a_manifest_that_is_no_file_hides_no_other(
+    tmp_path: Path,
+) -> None:
     for step in (7, 8, 9):
         commit_files(tmp_path, step)
-        if step > 7:
-            (step_folder(tmp_path, step) / "manifest.json").unlink()
+    for step in (8, 9):
+        (step_folder(tmp_path, step) / "manifest.json").unlink()
     (tmp_path / "global_step_8/manifest.json").mkdir()
     (tmp_path / "global_step_9/manifest.json").symlink_to("manifest.json")
+    (tmp_path / "global_step_10").touch()
+    (tmp_path / "global_step_11").symlink_to(tmp_path / "gone")
+    (tmp_path / "global_step_12").symlink_to("global_step_12")
+    assert steps_on_disk(tmp_path) == [7, 8, 9]
     assert find_newest(tmp_path).step == 7
 
 

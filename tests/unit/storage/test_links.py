@@ -84,21 +84,6 @@ def test_links_within_a_step_go_with_it_and_what_they_lead_to_stays(
     assert list((tmp_path / ".trinity_sync/trash").iterdir()) == []
 
 
-def test_a_link_in_the_trash_is_removed_and_what_it_leads_to_stays(
-    tmp_path: Path, elsewhere: Path
-) -> None:
-    for step in (1, 2):
-        commit_files(tmp_path, step, nbytes=WORTHWHILE)
-    there = move_away(step_folder(tmp_path, 1), elsewhere)
-    trash = tmp_path / ".trinity_sync/trash"
-    trash.mkdir(parents=True)
-    step_folder(tmp_path, 1).rename(trash / "global_step_1.ab")
-    before = content(there)
-    prune(tmp_path)
-    assert list(trash.iterdir()) == []
-    assert content(there) == before
-
-
 def weights(job: Job, step: int) -> float:
     return float(load_states(job.root, step, "actor")["model"]["w"][0])
 

@@ -192,15 +192,6 @@ def test_of_starts_at_the_same_time_one_begins(job: Job, start: Start) -> None:
     assert numbers(job) == [(1, 0)]
 
 
-def test_processes_of_one_run_share_it_and_all_of_them_have_to_end(job: Job, start: Start) -> None:
-    actor, critic, second = start("first"), start("first"), start("second")
-    assert actor.do("saves.begin()") == critic.do("saves.begin()") == "done"
-    actor.kill()
-    assert second.do("saves.begin()").startswith("RootInUseError")
-    critic.kill()
-    assert second.do("saves.begin()") == "done"
-
-
 def test_coordinators_that_a_process_makes_one_after_the_other_are_not_refused(
     job: Job, start: Start
 ) -> None:
@@ -402,6 +393,7 @@ def test_processes_with_one_key_that_live_at_one_time_are_one_start_and_later_on
     assert {each.do("saves.begin()") for each in (first, other)} == {"done"}
     first.save(4)  # and is not committed
     first.kill()
+    assert start("another").do("saves.begin()").startswith("RootInUseError")
     beside = start("constant")
     assert beside.do("saves.begin()") == "done"
     assert [run.number for run in list_runs(job.root)] == [1]

@@ -41,12 +41,14 @@ def replace_with(job: Job, content: bytes) -> Path:
 
 
 def test_links_lead_to_the_compared_files_until_they_are_closed(job: Job, step: Manifest) -> None:
+    """And a child leaves their folder to its parent."""
     expected = (step_folder(job.root, 1) / PATH).read_bytes()
     with OpenFiles(job.root, step) as files:
         files.open(step.files, unpickled=True)
         files.compare(step.files)
         folder = files.make_folder("a/checkpoint-1", {"weights/model.bin": PATH})
         replace_with(job, b"theirs")
+        assert end_of(files.close) == 0
         assert (folder / "weights/model.bin").read_bytes() == expected
         assert folder.parts[-2:] == ("a", "checkpoint-1")
         assert folder.parents[1].stat().st_mode & 0o777 == 0o700
@@ -90,14 +92,6 @@ def test_a_file_that_others_may_write_is_not_opened_to_be_unpickled(
         files.open(step.files, unpickled=False)
         with pytest.raises(CommitError, match="may have been written by another user"):
             files.open(step.files, unpickled=True)
-
-
-def test_a_child_leaves_the_folder_to_its_parent(job: Job, step: Manifest) -> None:
-    with OpenFiles(job.root, step) as files:
-        files.open(step.files, unpickled=False)
-        folder = files.make_folder("one", {"file": PATH})
-        assert end_of(files.close) == 0
-        assert (folder / "file").read_bytes()
 
 
 KILLED = """

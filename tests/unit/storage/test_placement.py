@@ -200,16 +200,14 @@ def test_files_that_another_node_wrote_to_another_root_fail_the_save_with_both_n
 
 
 def test_ranks_that_submitted_nothing_are_named_with_their_node(two_nodes: list[Job]) -> None:
-    share = shares_of(two_nodes)[1]
-    with pytest.raises(MissingShardsError, match=r"model of role actor ranks 2-3 .* on node b"):
-        persist(share, two_nodes[1].save(4), "model", WriteOptions(rank_timeout_s=0.05))
-
-
-def test_a_node_waits_for_all_its_ranks_to_find_attachments(two_nodes: list[Job]) -> None:
+    """Also if only attachments are looked for, of which a rank has some or none."""
     share, save = shares_of(two_nodes)[1], two_nodes[1].save(4)
+    options = WriteOptions(rank_timeout_s=0.05)
+    with pytest.raises(MissingShardsError, match=r"model of role actor ranks 2-3 .* on node b"):
+        persist(share, save, "model", options)
     two_nodes[1].stage(4, MODEL, rank=2)
     with pytest.raises(MissingShardsError, match="attachments of role actor rank 3"):
-        persist(share, save, "attachments", WriteOptions(rank_timeout_s=0.05))
+        persist(share, save, "attachments", options)
     two_nodes[1].stage(4, MODEL, rank=3)
     assert persist(share, save, "attachments", WriteOptions()) == []
 

@@ -1,10 +1,13 @@
 """Committed shards come back from the spool or from disk, and always as the manifest has them."""
 
 import logging
+import os
 import signal
 import textwrap
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,10 @@ from tests.support.disk import flip_a_byte
 from tests.support.forked import Program
 from tests.support.job import Job
 from trinity_sync.errors import CommitError
-from trinity_sync.fs.direct_io import PIECE, digest_cached_file, open_to_read, read_fd
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import JobSpool, open_job_spool
+from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import KEPT_SUFFIX, read_cached_file
 from trinity_sync.storage.restore import RestoredShard, load_shards, load_states
 
@@ -50,10 +52,13 @@ def kept_slots(job: Job) -> list[Path]:
     return sorted(slot for slot in job.spool.folder.glob("*.slot") if read_cached_file(slot))
 
 
-def test_a_committed_step_is_restored_from_the_spool_without_its_file(job: Job) -> None:
+def test_what_was_restored_from_the_spool_is_not_changed_by_the_next_save(job: Job) -> None:
     save(job, 1, 1.5)
-    assert load(job, 1).source == "spool"
+    restored = load(job, 1)
+    assert restored.source == "spool"
     assert load_shard(job.root, 1, SHARD).source == "disk"
+    save(job, 2, 2)
+    assert torch.equal(restored.state["w"], torch.full((5000,), 1.5))
 
 
 def test_a_slot_that_was_filled_again_no_longer_restores_the_old_step(job: Job) -> None:
@@ -64,14 +69,8 @@ def test_a_slot_that_was_filled_again_no_longer_restores_the_old_step(job: Job) 
     assert load(job, 1).source == "disk"
 
 
-def test_what_was_restored_is_not_changed_by_the_next_save(job: Job) -> None:
-    save(job, 1, 1)
-    restored = load(job, 1)
-    save(job, 2, 2)
-    assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
-
-
 def test_a_borrowed_state_is_the_slot_which_is_locked_meanwhile(job: Job) -> None:
+    """What is written to it does not reach the slot."""
     save(job, 1, 1)
     (path,) = kept_slots(job)
     slot = Slot(path)
@@ -80,15 +79,10 @@ def test_a_borrowed_state_is_the_slot_which_is_locked_meanwhile(job: Job) -> Non
     assert torch.equal(weight, torch.full((5000,), 1.0))
     assert str(path) in Path("/proc/self/maps").read_text().split("rw-p", 1)[1]
     assert not slot.try_lock()
+    weight.zero_()
     shards.close()
     assert slot.try_lock()
     slot.close(remove=False)
-
-
-def test_what_is_written_to_a_borrowed_state_does_not_reach_the_slot(job: Job) -> None:
-    save(job, 1, 1)
-    with closing(load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])) as shards:
-        next(shards).state["w"].zero_()
     assert load(job, 1).source == "spool"
 
 
@@ -141,14 +135,6 @@ def test_a_note_of_another_file_is_passed_over(job: Job) -> None:
     assert load(job, 1).source == "disk"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 1}', "\x00"])
-def test_a_note_that_is_torn_is_passed_over(job: Job, text: str) -> None:
-    save(job, 1, 1)
-    (slot,) = kept_slots(job)
-    slot.with_name(slot.name + KEPT_SUFFIX).write_text(text)
-    assert load(job, 1).source == "disk"
-
-
 def test_a_folder_of_small_files_leaves_no_note(job: Job, tmp_path: Path) -> None:
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta/config.json").write_text("{}")
@@ -183,39 +169,32 @@ def test_a_restart_after_a_kill_finds_the_image_in_memory(job: Job) -> None:
     assert load(job, 6).source == "spool"
 
 
-def test_a_closed_trainer_leaves_no_note(job: Job) -> None:
+@pytest.mark.parametrize(
+    ("alter", "told"),
+    [
+        (partial(os.truncate, length=5000), "step 1 .*: .* has 5,000 bytes.*Choose another"),
+        (partial(flip_a_byte, at=9000), "is corrupted: its digest.*load another step"),
+    ],
+    ids=["cut", "flipped"],
+)
+def test_a_file_that_was_altered_is_refused_with_a_way_out(
+    job: Job, alter: Callable[[Path], None], told: str
+) -> None:
     save(job, 1, 1)
-    job.stagers.pop(0).close()
-    assert [path.name for path in job.spool.folder.iterdir()] == ["job.json"]
-    assert load(job, 1).source == "disk"
-
-
-def test_a_file_that_was_cut_short_is_refused_with_a_way_out(job: Job) -> None:
-    save(job, 1, 1)
-    path = job.root / "global_step_1" / SHARD
-    with path.open("r+b") as file:
-        file.truncate(5000)
-    with pytest.raises(
-        CommitError, match=r"step 1 .* is corrupted: .* has 5,000 bytes.*Choose another"
-    ):
+    alter(job.root / "global_step_1" / SHARD)
+    with pytest.raises(CommitError, match=told):
         load_shard(job.root, 1, SHARD)
 
 
-def test_a_file_with_a_flipped_byte_is_refused_with_a_way_out(job: Job) -> None:
-    save(job, 1, 1)
-    path = job.root / "global_step_1" / SHARD
-    flip_a_byte(path, 9000)
-    with pytest.raises(CommitError, match=r"is corrupted: its digest.*[Ll]oad another step"):
-        load_shard(job.root, 1, SHARD)
-
-
-def test_a_step_or_a_file_that_is_not_committed_is_refused(job: Job) -> None:
+def test_a_step_a_file_or_a_role_that_is_not_committed_is_refused(job: Job) -> None:
     job.stage(1, {"model": state(1)})
     with pytest.raises(CommitError, match="not committed"):
         load_shard(job.root, 1, SHARD, spool=job.spool)
     job.commit(1)
     with pytest.raises(CommitError, match="has no file actor/optim"):
         load_shard(job.root, 1, "actor/optim_world_size_1_rank_0.pt")
+    with pytest.raises(CommitError, match="has no shards of role critic"):
+        load_states(job.root, 1, "critic")
 
 
 def test_shards_come_in_the_order_that_was_asked_for(job: Job) -> None:
@@ -240,28 +219,3 @@ def test_a_rank_gets_its_own_states_by_component(job: Job, tmp_path: Path) -> No
         assert found == {"model": {"rank": rank}, "optim": {"rank": -rank}}
     with pytest.raises(CommitError, match="was saved by 2 rank"):
         load_states(job.root, 1, "actor")
-
-
-def test_a_job_on_a_file_system_without_direct_io_is_restored(spool_folder: Path) -> None:
-    root = spool_folder / "ckpts"
-    root.mkdir()
-    job = Job(root, open_job_spool(spool_folder / "spool", root))
-    save(job, 1, 1)
-    assert load_shard(root, 1, SHARD).source == "disk"
-    job.stagers.pop(0).close()
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, PIECE, PIECE + 1, 2 * PIECE + 4097])
-def test_files_of_any_length_are_read_whole(tmp_path: Path, nbytes: int) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().tobytes())
-    with open_to_read(path) as fd:
-        content, digest = read_fd(fd, nbytes)
-    assert bytes(content) == path.read_bytes()
-    assert digest == digest_cached_file(path)
-
-
-def test_a_role_that_a_step_does_not_have_is_refused(job: Job) -> None:
-    save(job, 1, 1)
-    with pytest.raises(CommitError, match="has no shards of role critic"):
-        load_states(job.root, 1, "critic")

@@ -18,8 +18,8 @@ from tests.support.disk import flip_a_byte
 from tests.support.job import Job
 from tests.support.models import configure
 from tests.unit.conftest import Open
-from tests.unit.snapshot.test_image import assert_equal, image_of, states
-from tests.unit.tensors.test_deserialize import anonymous_memory, saved
+from tests.unit.snapshot.test_image import assert_equal, image_of, saved, states
+from tests.unit.tensors.test_deserialize import anonymous_memory
 from trinity_sync.errors import CommitError, ConfigError, ImageError
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import read_cached_file
@@ -325,35 +325,24 @@ def without_memory() -> torch.Tensor:
 
 
 DIFFERENT: dict[str, tuple[Any, str]] = {
-    "a name is missing": ({"a": torch.zeros(3)}, r"b\.c is not among those to fill"),
-    "a name is new": (
-        {"a": torch.zeros(3), "b": {"c": torch.zeros(2)}, "d": [torch.zeros(1)]},
-        r"d\.0 was not saved",
-    ),
+    "a name is missing": ({}, r"b\.c is not among those to fill"),
+    "a name is new": ({"c": torch.zeros(2), "d": [torch.zeros(1)]}, r"b\.d\.0 was not saved"),
     "another shape": (
-        {"a": torch.zeros(3), "b": {"c": torch.zeros(1, 2)}},
+        {"c": torch.zeros(1, 2)},
         r"b\.c was saved as torch.float32 \[2\], and is torch.float32 \[1, 2\]",
     ),
     "another dtype": (
-        {"a": torch.zeros(3), "b": {"c": torch.zeros(2, dtype=torch.float16)}},
+        {"c": torch.zeros(2, dtype=torch.float16)},
         r"b\.c was saved as torch.float32 \[2\], and is torch.float16",
     ),
-    "no tensor": ({"a": torch.zeros(3), "b": {"c": 5}}, r"b\.c is not among"),
-    "without data": (
-        {"a": torch.zeros(3), "b": {"c": torch.zeros(2, device="meta")}},
-        r"b\.c is on the meta device",
-    ),
-    "sparse": (
-        {"a": torch.zeros(3), "b": {"c": torch.zeros(2).to_sparse()}},
-        r"b\.c is of the layout torch.sparse_coo",
-    ),
-    "without memory": ({"a": torch.zeros(3), "b": {"c": without_memory()}}, r"b\.c has no memory"),
-    "expanded": ({"a": torch.zeros(3), "b": {"c": torch.zeros(1).expand(2)}}, r"b\.c is expanded"),
-    "of another class": (
-        {"a": torch.zeros(3), "b": {"c": torch.zeros(2).as_subclass(Own)}},
-        r"b\.c is a Own",
-    ),
+    "no tensor": ({"c": 5}, r"b\.c is not among"),
+    "without data": ({"c": torch.zeros(2, device="meta")}, r"b\.c is on the meta device"),
+    "sparse": ({"c": torch.zeros(2).to_sparse()}, r"b\.c is of the layout torch.sparse_coo"),
+    "without memory": ({"c": without_memory()}, r"b\.c has no memory"),
+    "expanded": ({"c": torch.zeros(1).expand(2)}, r"b\.c is expanded"),
+    "of another class": ({"c": torch.zeros(2).as_subclass(Own)}, r"b\.c is a Own"),
 }
+"""What is to be filled in the place of a tensor ``c`` of two elements, and what is said of it."""
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
@@ -361,15 +350,15 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 def test_other_tensors_are_refused_and_nothing_is_changed(
     job: Job, case: str, from_spool: bool
 ) -> None:
-    live, message = DIFFERENT[case]
-    first = {"w": torch.zeros(7)}
-    job.commit_states(
-        1, {"model": {"w": torch.ones(7)}, "optim": {"a": torch.ones(3), "b": {"c": torch.ones(2)}}}
-    )
+    other, message = DIFFERENT[case]
+    first, second = torch.zeros(7), torch.zeros(3)
+    optim = {"a": torch.ones(3), "b": {"c": torch.ones(2)}}
+    job.commit_states(1, {"model": {"w": torch.ones(7)}, "optim": optim})
+    live = {"model": {"w": first}, "optim": {"a": second, "b": other}}
     with pytest.raises(ConfigError, match=message):
-        into(job, 1, {"model": first, "optim": live}, from_spool=from_spool)
-    assert not first["w"].any()
-    assert not live["a"].any()
+        into(job, 1, live, from_spool=from_spool)
+    assert not first.any()
+    assert not second.any()
 
 
 def test_an_unknown_component_is_refused(job: Job) -> None:

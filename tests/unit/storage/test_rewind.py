@@ -97,21 +97,16 @@ def test_a_rewind_behind_a_run_annuls_what_it_superseded(trained: Job) -> None:
     assert read_latest_pointer(trained.root, "state_dict") == 35
 
 
-def test_going_back_to_a_sync_leaves_the_checkpoint_before_it(trained: Job) -> None:
-    commit(trained, 25, kind="state_dict")
+def test_going_back_to_a_sync_leaves_the_checkpoint_before_it_or_none(trained: Job) -> None:
+    commit(trained, 5, 25, kind="state_dict")
     rewind(trained.root, 25)
     assert read_latest_pointer(trained.root, "state_dict") == 25
     assert read_latest_pointer(trained.root, "checkpoint") == 20
     assert find_newest(trained.root).step == 20
-
-
-def test_going_back_to_the_first_sync_leaves_no_checkpoint(job: Job) -> None:
-    commit(job, 5, kind="state_dict")
-    commit(job, 10)
-    rewind(job.root, 5)
-    assert read_latest_pointer(job.root, "checkpoint") is None
-    assert find_newest(job.root) is None
-    assert find_newest(job.root, "state_dict").step == 5
+    rewind(trained.root, 5)
+    assert read_latest_pointer(trained.root, "checkpoint") is None
+    assert find_newest(trained.root) is None
+    assert find_newest(trained.root, "state_dict").step == 5
 
 
 def test_renamed_back_a_step_counts_again(trained: Job) -> None:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,12 @@ def test_a_pipe_in_the_place_of_a_record_is_named_and_holds_nothing_up(
     assert name in OTHERS or str(pipe) in "".join([*said, caplog.text])
 
 
+def exchange(folder: Path, moved: Path, private: Path) -> None:
+    """What another user may do in any instant: put a link in the place of a folder."""
+    folder.rename(moved)
+    folder.symlink_to(private)
+
+
 def link_of_another_user(link: Path, to: Path) -> None:
     if os.geteuid():
         pytest.skip("only root makes links of another user")
@@ -323,12 +330,8 @@ def test_a_link_that_takes_the_place_of_a_folder_during_its_removal_is_not_follo
         commit_files(tmp_path / "private" / each, 1, nbytes=WORTHWHILE)
     shard = trash / "first/global_step_1/actor/model_world_size_1_rank_0.pt"
     before = look(tmp_path / "private")
-
-    def exchange() -> None:
-        trash.rename(root / "moved")
-        trash.symlink_to(tmp_path / "private")
-
-    with when_renamed(shard, exchange), pytest.raises(OSError, match="is not followed"):
+    meanwhile = partial(exchange, trash, root / "moved", tmp_path / "private")
+    with when_renamed(shard, meanwhile), pytest.raises(OSError, match="is not followed"):
         remove_folder(root, trash / "first", keep=10 * WORTHWHILE)
     assert look(tmp_path / "private") == before
     assert len(list_spares(root)) == 1
@@ -351,12 +354,8 @@ def test_a_link_that_takes_the_place_of_a_folder_while_a_shard_is_written_is_not
     packed = pack({}, {"actor/x": at}) if attached else None
     job.stager().stage(job.origin(3), {"model": state(3)}, attachments=packed)
     before = look(private)
-
-    def exchange() -> None:
-        folder.rename(tmp_path / "moved")
-        folder.symlink_to(private)
-
-    with (when_opened if attached else when_renamed)(at, exchange):
+    meanwhile = partial(exchange, folder, tmp_path / "moved", private)
+    with (when_opened if attached else when_renamed)(at, meanwhile):
         written = job.persist(3, "attachments" if attached else "model")
     assert len([*(tmp_path / "moved").iterdir()]) == 1
     with pytest.raises((OSError, MissingShardsError), match=r"followed.*actor'|lacks model"):
@@ -371,12 +370,8 @@ def test_a_link_that_takes_the_place_of_a_folder_during_a_download_is_not_follow
     (record,) = Remote(url).read_manifest(8).files
     temporary = make_attempt_path(folder / record.path, "fetch", record.digest[-32:])
     before = look(private)
-
-    def exchange() -> None:
-        temporary.parent.rename(tmp_path / "moved")
-        temporary.parent.symlink_to(private)
-
-    with when_opened(temporary, exchange), suppress(OSError, TrinitySyncError):
+    meanwhile = partial(exchange, temporary.parent, tmp_path / "moved", private)
+    with when_opened(temporary, meanwhile), suppress(OSError, TrinitySyncError):
         fetch(url, 8, trained.root)
     assert look(private) == before
     assert (tmp_path / "moved" / Path(record.path).name).exists()
@@ -394,15 +389,12 @@ def test_what_is_removed_later_is_not_removed_where_a_link_of_its_folder_leads(
     (private / "outcomes" / old).touch()
     os.utime(private / "outcomes" / old, (0, 0))
     (exported / "thesis.tex").touch()
-
-    def exchange(folder: Path) -> None:
-        folder.rename(elsewhere / folder.name)
-        folder.symlink_to(elsewhere / folder.name)
-
+    moved = {each: elsewhere / each.name for each in (exported, private / "outcomes")}
     elsewhere.mkdir()
-    exchange(exported)
-    exchange(private / "outcomes")
-    with when_opened(private / "cuts/critic.json", lambda: exchange(private / "cuts")):
+    for folder in moved:
+        exchange(folder, moved[folder], moved[folder])
+    cuts = private / "cuts", elsewhere / "cuts", elsewhere / "cuts"
+    with when_opened(private / "cuts/critic.json", partial(exchange, *cuts)):
         call([lambda: ask_roles(job.root, "key", 1, ["critic"], timeout_s=0.0)])
     journal._remove_old(private / "outcomes", 1)
     nothing = ExportProgress(Path(), {})
@@ -421,12 +413,8 @@ def test_neither_end_of_a_rename_is_led_elsewhere_by_a_link(
         make_folder(folder)
     (there / "spare/large").write_bytes(b"shard")
     before = look(private)
-
-    def exchange() -> None:
-        (there / end).rename(tmp_path / "moved")
-        (there / end).symlink_to(private)
-
-    with when_renamed(there / "spare/large", exchange):
+    meanwhile = partial(exchange, there / end, tmp_path / "moved", private)
+    with when_renamed(there / "spare/large", meanwhile):
         move(there / "spare/large", there / "trash/x")
     assert look(private) == before
     assert (there / "trash/x" if end == "spare" else tmp_path / "moved/x").read_bytes() == b"shard"

@@ -1,12 +1,15 @@
-"""Steps that are read again after their commit: findings, marks and the latest pointer."""
+"""Every step has one state, and reading it again after its commit may change that.
+
+Findings, marks and the latest pointer.
+"""
 
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,24 +21,20 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.cli.commands import app
-from trinity_sync.errors import CommitError, ConfigError
-from trinity_sync.fs.direct_io import (
-    PIECE,
-    READERS,
-    digest_cached_file,
-    digest_file,
-    open_to_read,
-    read_fd,
-)
+from trinity_sync.errors import CommitError, ConfigError, SupersededError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import MANIFEST, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.discovery import (
+    Corruption,
     find_newest,
+    mark_corrupted,
     read_latest_pointer,
+    read_step_state,
     repair_latest_pointer,
     require_committed,
+    require_unreplaced,
 )
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import (
@@ -47,6 +46,55 @@ from trinity_sync.storage.verify import (
 )
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
+
+
+@pytest.fixture
+def committed(job: Job) -> Job:
+    open_run(job.root, "the first one", 0)
+    for step in (1, 2, 3):
+        job.commit_states(step, {"model": {"w": torch.zeros(3)}})
+    return job
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "marked", "manifest"])
+def test_a_step_is_corrupted_by_its_files_its_mark_or_its_manifest(
+    committed: Job, how: str
+) -> None:
+    folder = step_folder(committed.root, 2)
+    if how == "missing":
+        (folder / SHARD).unlink()
+    elif how == "truncated":
+        (folder / SHARD).write_bytes(b"short")
+    elif how == "marked":
+        mark_corrupted(committed.root, 2, Corruption({SHARD: "has other bytes"}, 0.0))
+    else:
+        (folder / MANIFEST).write_text("{")
+    found = read_step_state(committed.root, 2)
+    assert found.state == "corrupted"
+    assert found.reason
+    with pytest.raises(CommitError):
+        found.require_loadable()
+
+
+def test_a_step_that_a_later_run_went_back_from_is_superseded_and_can_be_loaded_while_it_is_whole(
+    committed: Job,
+) -> None:
+    open_run(committed.root, "the resumed one", 2)
+    states = {step: read_step_state(committed.root, step) for step in (1, 2, 3)}
+    assert [found.state for found in states.values()] == ["valid", "valid", "superseded"]
+    assert isinstance(states[3].error, SupersededError)
+    assert require_committed(committed.root, 3).step == 3
+    (step_folder(committed.root, 3) / SHARD).unlink()
+    assert read_step_state(committed.root, 3).state == "corrupted"
+
+
+def test_a_step_whose_run_has_the_number_of_a_lost_one_has_replaced_its_step(
+    committed: Job,
+) -> None:
+    manifest = require_committed(committed.root, 2)
+    require_unreplaced(committed.root, manifest)
+    with pytest.raises(CommitError, match="run 1 has replaced it"):
+        require_unreplaced(committed.root, replace(manifest, run_key="of the lost one"))
 
 
 def save(job: Job, *steps: int, run: int = 1, scale: float = 1.0) -> None:
@@ -69,26 +117,6 @@ def states(verdicts: list[VerifiedStep]) -> dict[int, str]:
 
 def pointers(job: Job) -> tuple[int | None, int | None]:
     return read_latest_pointer(job.root, "checkpoint"), read_latest_pointer(job.root, "state_dict")
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, PIECE, PIECE * READERS * 3 + 17])
-def test_a_digest_in_pieces_equals_that_of_the_file(tmp_path: Path, nbytes: int) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(random.Random(nbytes).randbytes(nbytes))
-    assert digest_file(path, nbytes) == digest_cached_file(path)
-
-
-@pytest.mark.parametrize("content", ["zeros", "one piece, repeated"])
-def test_a_file_that_was_cut_off_has_not_the_digest_of_the_whole(
-    tmp_path: Path, content: str
-) -> None:
-    path, nbytes = tmp_path / "file", PIECE * READERS * 4
-    piece = bytes(PIECE) if content == "zeros" else random.Random(1).randbytes(PIECE)
-    path.write_bytes(piece * READERS * 4)
-    whole = digest_file(path, nbytes)
-    os.truncate(path, nbytes - PIECE)
-    with open_to_read(path) as fd:
-        assert whole not in (digest_file(path, nbytes), read_fd(fd, nbytes)[1])
 
 
 def test_files_beside_the_commit_are_named_and_mark_nothing(job: Job) -> None:
@@ -204,17 +232,12 @@ def test_a_pointer_does_not_move_back_to_a_superseded_step(job: Job) -> None:
 
 
 def test_a_late_finish_does_not_move_the_pointer_to_a_corrupted_step(job: Job) -> None:
+    """And a run that comes to it again replaces it, mark and all."""
     save(job, 1, 2)
     flip_a_byte(shard(job, 2), -2000)
     verify(job, step=2)
     job.commit_states(2, {"extra_state": {"w": torch.ones(3)}}, kind="state_dict")
     assert pointers(job) == (1, 1)
-
-
-def test_a_run_that_comes_to_a_corrupted_step_again_replaces_it_mark_and_all(job: Job) -> None:
-    save(job, 1, 2)
-    flip_a_byte(shard(job, 2), -2000)
-    verify(job, step=2)
     save(job, 2, run=2, scale=3.0)
     assert require_committed(job.root, 2).run == 2
     assert pointers(job) == (2, 2)

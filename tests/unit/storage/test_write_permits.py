@@ -13,9 +13,7 @@ import torch
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
-from trinity_sync.errors import SaveError
 from trinity_sync.layout import WriteConcurrency
-from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.persist import acquire_write_permit, write_permit_path
@@ -95,18 +93,3 @@ def test_a_writer_killed_with_its_permit_blocks_no_later_save(
     assert (found := find_newest(job.root))
     assert found.step == 2
     job.commit(1)  # and a retry of its own
-
-
-@pytest.mark.parametrize("strategy", SINGLE)
-def test_a_save_that_fails_with_its_permit_blocks_no_later_save(
-    job: Job, strategy: WriteConcurrency
-) -> None:
-    stage(job, 1, strategy)
-    (job.root / "global_step_1").write_text("in the way of the step's folder")
-    with pytest.raises(SaveError, match="cannot write"):
-        job.persist(1)
-    mark_failed(job.spool, job.save(1), "the disk's fault")
-    stage(job, 2, strategy)
-    job.commit(2)
-    assert (found := find_newest(job.root))
-    assert found.step == 2

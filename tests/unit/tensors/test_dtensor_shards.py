@@ -1,4 +1,4 @@
-"""Where each rank's shard of a DTensor lies, against torch's own splitting."""
+"""Which shards of DTensors a rank has, against torch's own splitting, and which are replicas."""
 
 import itertools
 from typing import Any
@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from trinity_sync.tensors.dtensors import ShardBox, compute_own_box
+from tests.support.dtensors import make_dtensor, make_mesh
+from trinity_sync.tensors.dtensors import ShardBox, compute_own_box, find_replicas
 
 MESHES = {"4": torch.arange(4), "2x2": torch.tensor([[0, 1], [2, 3]])}
 
@@ -97,3 +98,11 @@ def test_placements_that_cannot_be_read_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         compute_boxes((8, 4), MESHES["2x2"], placements)
+
+
+@pytest.mark.parametrize("nest", [lambda w: {"w": w}, lambda w: [{"w": w}], lambda w: {"a": (w,)}])
+def test_shards_are_found_in_lists_as_well(nest: Any) -> None:
+    """As of several optimizers: rank 0 would save its shards alone, for all."""
+    shard = make_dtensor(torch.ones(3), make_mesh("cpu", 1, 2), torch.Size([6]))
+    assert find_replicas([nest(shard)], 1) == (1,)
+    assert find_replicas([nest(torch.ones(3))], 1) == ()

@@ -97,27 +97,15 @@ def test_private_names_of_torch_are_used_where_they_are_looked_up(package: str) 
 @pytest.mark.parametrize(
     "source",
     [
-        "from torch._utils import _rebuild_tensor_v2",
         "import torch.distributed.tensor._dtensor_spec",
-        "import torch\nwith torch._C.DisableTorchFunctionSubclass(): ...",
         "import torch.distributed as dist\ndist.distributed_c10d._get_default_group()",
-        "from torch.distributed.tensor import DTensor\nDTensor._op_dispatcher",
-        "count = tensor._version",
         "state.tensor.untyped_storage()._cdata",
         "torch.TypedStorage(wrap_storage=storage, _internal=True)",
-        "getattr(tensor, '_local_tensor', tensor)",
         "wanted = f'{name}._fsdp_wrapped_module.weight'",
-        "model._modules",
     ],
 )
 def test_a_private_name_elsewhere_is_found(source: str) -> None:
     assert used_in(source)
-
-
-def test_a_private_name_of_this_package_is_none_of_torch() -> None:
-    assert (
-        used_in("'''As ``_version``.'''\nself._version = held._note(_rank)\nname = '_rank_'") == []
-    )
 
 
 def test_a_torch_that_lacks_a_name_is_refused_by_that_name() -> None:
