@@ -178,20 +178,6 @@ def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
     assert find_newest(job.root) is None
 
 
-def test_an_image_that_its_save_was_committed_without_is_kept_and_said(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    job.stage(3, {"model": state(1)})
-    written = job.persist(3)
-    job.stage(3, {"optim": state(2)})  # too late: the request named the model alone
-    commit(job.save(3), written)
-    free_committed_slots(job.spool, job.save(3), written)
-    ((late,), _) = job.spool.tickets()
-    assert late.ticket.component == "optim"
-    assert late.failed
-    assert "optim of step 3, role actor, rank 0 is not saved" in caplog.text
-
-
 def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
     job: Job, tmp_path: Path
 ) -> None:

@@ -192,18 +192,6 @@ def test_of_starts_at_the_same_time_one_begins(job: Job, start: Start) -> None:
     assert numbers(job) == [(1, 0)]
 
 
-def test_coordinators_that_a_process_makes_one_after_the_other_are_not_refused(
-    job: Job, start: Start
-) -> None:
-    process = start("first")
-    assert process.save(10) == "done"
-    again = "other = CheckpointCoordinator(root, run_key='again', settings=settings)"
-    assert process.do(again) == "done"
-    assert process.do("other.begin()") == "done"
-    assert numbers(job) == [(1, 0), (2, 0)]
-    assert start("second").do("saves.begin()").startswith("RootInUseError run 2 ")
-
-
 def test_a_rewind_next_to_a_living_training_does_not_hide_it(job: Job, start: Start) -> None:
     first = start("first")
     for step in (30, 60):

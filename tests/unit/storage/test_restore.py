@@ -204,18 +204,3 @@ def test_shards_come_in_the_order_that_was_asked_for(job: Job) -> None:
     paths = [f"actor/{name}_world_size_1_rank_0.pt" for name in reversed(names)]
     found = [restored.state["is"] for restored in load_shards(job.root, 1, paths, spool=job.spool)]
     assert found == ["extra_state", "optim", "model"]
-
-
-def test_a_rank_gets_its_own_states_by_component(job: Job, tmp_path: Path) -> None:
-    job.world_size = 2
-    (tmp_path / "meta").mkdir()
-    (tmp_path / "meta/config.json").write_text("{}")
-    for rank in range(2):
-        states = {"model": {"rank": rank}, "optim": {"rank": -rank}}
-        job.stage(1, states, rank=rank, metadata=None if rank else tmp_path / "meta")
-    job.commit(1, "model", "optim", "metadata")
-    for rank in range(2):
-        found = load_states(job.root, 1, "actor", rank=rank, world_size=2, spool=job.spool)
-        assert found == {"model": {"rank": rank}, "optim": {"rank": -rank}}
-    with pytest.raises(CommitError, match="was saved by 2 rank"):
-        load_states(job.root, 1, "actor")
