@@ -171,14 +171,6 @@ def test_a_save_of_an_uploaded_step_takes_its_image(job: Job) -> None:
     mapped(version).unlock()  # it stays a version, committed or not
 
 
-def test_a_save_of_another_structure_does_not_take_it(job: Job) -> None:
-    upload(job, 1, weights(1))
-    assert job.stage(1, {"model": {"adapter": torch.ones(3)}}).nbytes > 0
-    job.commit(1)
-    saved = job.root / "global_step_1/actor/model_world_size_1_rank_0.pt"
-    assert list(torch.load(saved, weights_only=True)) == ["adapter"]
-
-
 def test_an_upload_of_a_saved_step_takes_its_image(job: Job) -> None:
     job.stage(1, state(1))
     ((sealed,), _) = job.spool.tickets()
