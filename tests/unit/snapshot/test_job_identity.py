@@ -16,12 +16,12 @@ from tests.support.prefect_stand_in import Server, Trigger
 from tests.support.steps import commit_files
 from trinity_sync.catalog import list_jobs, open_catalog, rebuild, remove_job
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import SpoolFullError
+from trinity_sync.errors import CommitError, SpoolFullError
 from trinity_sync.fs.file_system import find_room
 from trinity_sync.layout import job_id_of
 from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.identity import job_id, open_identity, read_identity
+from trinity_sync.snapshot.identity import IDENTITY_FILE, job_id, open_identity, read_identity
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
 from trinity_sync.storage.commit import resolve_late_image
@@ -243,6 +243,14 @@ def test_a_save_waits_for_a_root_that_is_not_mounted(
     away.rename(root)
     assert work(server, settings) == ["completed"]
     assert load(root, 20)["model"] == 1.0
+
+
+def test_a_torn_identity_is_an_error_that_names_its_file(root: Path) -> None:
+    root.mkdir()
+    open_identity(root)
+    (root / IDENTITY_FILE).write_text("{")
+    with pytest.raises(CommitError, match=r"identity\.json"):
+        job_id(root)
 
 
 def test_a_removed_job_leaves_the_catalog_also_if_another_is_in_its_root(

@@ -23,7 +23,7 @@ from tests.support.disk import flip_a_byte
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_renamed
-from trinity_sync.errors import SaveError
+from trinity_sync.errors import CommitError, SaveError
 from trinity_sync.layout import step_folder
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
@@ -304,6 +304,14 @@ def test_a_file_that_was_altered_or_others_may_write_is_written_again(
     assert second.stat().st_ino != first.stat().st_ino
     loaded = load_states(job.root, 2, "actor", world_size=1)
     assert torch.equal(loaded["model"]["w"], torch.ones(NUMBERS))
+
+
+def test_a_byte_that_flips_is_reported_for_each_step_that_has_it(job: Job) -> None:
+    files = [save(job, step) for step in (1, 2)]
+    flip_a_byte(files[0], NUMBERS)
+    for step in (1, 2):
+        with pytest.raises(CommitError, match="digest"):
+            load_states(job.root, step, "actor", world_size=1)
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "state_dict"])
