@@ -35,8 +35,8 @@ class Step:
     values: dict[Key, Value]
     files: dict[str, str] = field(default_factory=dict)
     """What functions wrote into them."""
-    left: bool = False
-    """Whether its checkpoint is an earlier run's, which a sync has left in place."""
+    checkpoint_run: int = 0
+    """The earlier run whose checkpoint a sync has left in place."""
 
 
 @dataclass
@@ -141,7 +141,11 @@ class Model:
     def counts(self, step: int) -> bool:
         """Whether no run that has committed such a step since has superseded a committed step."""
         there = self.steps[step]
-        such = [each.run for each in self.steps.values() if there.kinds <= each.kinds]
+        such = [
+            ("checkpoint" in there.kinds and each.checkpoint_run) or each.run
+            for each in self.steps.values()
+            if there.kinds <= each.kinds
+        ]
         return not self.superseded_by(max(such), there.run, step)
 
     def superseded_by(self, newest: int, run: int, step: int) -> bool:
@@ -179,11 +183,12 @@ class Model:
         there, kinds = self.steps.get(saved.step), self.kinds_of(saved)
         if there and there.run == saved.run:  # a sync and a checkpoint add up
             values = {**saved.values, **there.values}
-            left = there.left and saved.kind != "checkpoint"
+            left = 0 if saved.kind == "checkpoint" else there.checkpoint_run
             return [Step(saved.run, kinds | there.kinds, values, {**there.files}, left)]
         replaced = Step(saved.run, kinds, saved.values)
         if there and there.kinds - kinds and saved.values.items() <= there.values.items():
-            left_in_place = Step(saved.run, there.kinds, there.values, {**there.files}, left=True)
+            left = there.checkpoint_run or there.run
+            left_in_place = Step(saved.run, there.kinds, there.values, {**there.files}, left)
             return [left_in_place, replaced]
         return [replaced]
 

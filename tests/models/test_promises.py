@@ -514,10 +514,12 @@ class Promises(World, Others, RuleBasedStateMachine):
         self.model.functions[save] = dict.fromkeys(names, text)
         if not called and not self.model.superseded(trainer.run, step):
             there = self.model.steps[step]
-            is_other = there.run != trainer.run or there.left
+            is_other = there.run != trainer.run or there.checkpoint_run
             assert is_other or {kind, "checkpoint"} & there.kinds, "it writes into no commit"
         there = self.model.steps.get(step)
-        is_own = there and there.run == trainer.run and kind in there.kinds and not there.left
+        is_own = (
+            there and there.run == trainer.run and kind in there.kinds and not there.checkpoint_run
+        )
         if is_own and called:  # a sync of states alone may get files
             again = [*there.files, *there.kinds - {kind}]
             assert not again, f"step {step} is written to again"

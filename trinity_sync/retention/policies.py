@@ -44,6 +44,8 @@ class StepInfo:
     forgotten_at: float | None = None
     """When that run began, in seconds since the epoch, if it is of another training, so that a user
     may have forgotten to load this step; otherwise null."""
+    checkpoint_run: int = 0
+    """Earlier run whose checkpoint it still has; 0 if that is ``run``'s."""
 
     @property
     def age(self) -> tuple[bool, int, int]:

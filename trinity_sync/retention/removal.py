@@ -166,6 +166,7 @@ def make_step_info(
         tuple(held),
         corruption,
         manifest.nonfinite,
+        checkpoint_run=manifest.checkpoint_run,
     )
 
 

@@ -76,7 +76,7 @@ from trinity_sync.storage.replace import (
     require_named_files,
     sync_folders,
 )
-from trinity_sync.storage.runs import refuse_other_job, refuse_superseded
+from trinity_sync.storage.runs import find_run_of, refuse_other_job, refuse_superseded
 from trinity_sync.storage.save_functions import CallableStatus, list_callable_files, remove_statuses
 from trinity_sync.storage.save_timing import SaveTiming, Stall, append_save
 from trinity_sync.storage.uncommitted import Written, remove_files
@@ -200,7 +200,7 @@ def _add_to_step(
     merged = earlier.merge(manifest) if earlier else manifest
     is_kept = earlier and earlier.run < save.run and earlier.serves("checkpoint")
     if earlier and is_kept and not manifest.serves("checkpoint"):
-        merged = replace(merged, checkpoint_run=earlier.run)
+        merged = replace(merged, checkpoint_run=find_run_of(earlier, "checkpoint"))
     if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
         finish_manifest(save.root, save.step)
         return replace(manifest, committed_at=earlier.committed_at)

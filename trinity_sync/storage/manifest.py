@@ -41,6 +41,7 @@ from trinity_sync.layout import (
 )
 from trinity_sync.snapshot.identity import Export, Parent, read_identity
 from trinity_sync.storage.placement import describe_ranks
+from trinity_sync.storage.runs import find_run_of
 from trinity_sync.storage.save_timing import SaveTiming
 
 logger = logging.getLogger(__name__)
@@ -378,8 +379,8 @@ class Manifest(Record, format=MANIFEST_FORMAT):
 
         The run is that of the manifest by default. Each role may be synced by itself.
         """
-        of = self.checkpoint_run if kind == "checkpoint" and self.checkpoint_run else self.run
-        is_of_run = self.serves(kind) and of >= (self.run if run is None else run)
+        since = self.run if run is None else run
+        is_of_run = self.serves(kind) and find_run_of(self, kind) >= since
         return is_of_run and {*roles} <= {*self.roles}
 
     def list_lost(self, kinds: Iterable[Kind]) -> list[Kind]:

@@ -327,8 +327,17 @@ class Commit(Protocol):
         """Number of the run that committed it."""
 
     @property
+    def checkpoint_run(self) -> int:
+        """Number of the earlier run whose checkpoint it still has; 0 if that is ``run``'s."""
+
+    @property
     def kinds(self) -> tuple[Kind, ...]:
         """What it serves as."""
+
+
+def find_run_of(commit: Commit, kind: Kind) -> int:
+    """Return the number of the run that committed a kind of a step."""
+    return (kind == "checkpoint" and commit.checkpoint_run) or commit.run
 
 
 def find_superseded_steps(commits: Collection[Commit], runs: Iterable[Run]) -> dict[int, Run]:
@@ -340,7 +349,7 @@ def find_superseded_steps(commits: Collection[Commit], runs: Iterable[Run]) -> d
     newest: dict[Kind, int] = defaultdict(int)
     for each in commits:
         for kind in each.kinds:
-            newest[kind] = max(newest[kind], each.run)
+            newest[kind] = max(newest[kind], find_run_of(each, kind))
     found, known = dict[int, Run](), list(runs)
     for each in commits:
         last = min((newest[kind] for kind in each.kinds), default=0)

@@ -276,6 +276,24 @@ def test_a_sync_of_the_step_leaves_it_to_keep_model(saved: Job, run: int) -> Non
     assert kept(saved.root)[20] == "weights"
 
 
+@pytest.mark.parametrize("syncs", [[30], [31], [30, 30]], ids=["of it", "later", "of two runs"])
+def test_a_run_that_goes_back_to_a_step_and_syncs_it_removes_no_later_checkpoint(
+    saved: Job, syncs: list[int]
+) -> None:
+    for run, step in enumerate(syncs, 2):
+        open_run(saved.root, f"run {run}", 30, resumed_run=run - 1)
+        saved.commit_states(step, {"model": states(30)["model"]}, run=run, kind="state_dict")
+    prune(saved.root, "last=2", None)
+    assert {step: kept(saved.root).get(step) for step in (20, 30, 40)} == {
+        20: None,
+        30: "whole",
+        40: "whole",
+    }
+    save(saved, 50, run=run)
+    prune(saved.root, "last=2", None)
+    assert Checkpoints(saved.root).steps() == [30, 50]
+
+
 def test_a_retry_of_a_save_whose_step_was_reduced_ends_at_once(saved: Job) -> None:
     prune(saved.root)
     with pytest.raises(SaveError, match="has been removed or replaced since"):
