@@ -12,9 +12,9 @@ TRL := .venv-trl
 TORCHTITAN := .venv-torchtitan
 VEOMNI := .venv-veomni
 LOWEST := .venv-lowest
-LOWEST_TESTS := tests/unit/fs $(patsubst %,tests/unit/%.py,settings/test_settings cli/test_help cli/test_saves_without_a_stack) \
-  $(patsubst %,tests/unit/%.py,tensors/test_deserialize snapshot/test_stager snapshot/test_image snapshot/test_ticket storage/test_restore) \
-  $(patsubst %,tests/unit/%.py,client/test_journal client/test_rollout_ledger saver/test_saver weights/test_delta weights/test_weights_without_ray)
+LOWEST_TESTS := tests/unit/fs $(patsubst %,tests/unit/%.py,settings/test_settings cli/test_output cli/test_saves_without_a_stack) \
+  $(patsubst %,tests/unit/%.py,tensors/test_deserialize snapshot/test_stager snapshot/test_image storage/test_restore) \
+  $(patsubst %,tests/unit/%.py,saves/test_journal client/test_rollout_ledger saver/test_saver weights/test_delta weights/test_weights_without_ray)
 TORCH_TESTS := tests/integration/fsdp tests/integration/weights/test_broadcast.py \
   $(patsubst %,tests/unit/%.py,tensors/test_* snapshot/test_image snapshot/test_overlap snapshot/test_stager storage/test_restore) \
   $(patsubst %,tests/unit/%.py,formats/test_convert formats/test_export weights/test_delta weights/test_weights_without_ray)

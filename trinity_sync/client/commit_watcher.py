@@ -108,17 +108,12 @@ class CommitWatcher:
         images: Collection[str] = (),
         exports: str = "",
         submit: bool = False,
-        has_saver: bool = False,
     ) -> None:
         """Follow a save, and the export of a role's model if one is named; return at once.
 
         This process wakes the saver only with ``submit``. ``images`` are the random names of its
-        images, all of which have to be part of the commit. A process that ``has_saver`` starts it
-        again if it has ended, or was killed, while the save was staged.
+        images, all of which have to be part of the commit.
         """
-        if has_saver:
-            with suppress(Exception):  # `send` tries again
-                self.begin(is_submitted=True)
         if submit:
             self._trigger.submit(request)
         now, key = time.monotonic(), request.key

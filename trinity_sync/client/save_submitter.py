@@ -210,12 +210,12 @@ class SaveSubmitter:
         if save.attempt > 1:
             self.attempts[replace(save, attempt=1)] = save.attempt
         request = _request(save, components)
+        self._have_saver()
         self.watcher.follow(
             request,
             images=staged.images,
             exports=origin.role if origin.export else "",
             submit=self.rank == 0,
-            has_saver=self.is_first,
         )
 
     def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
@@ -252,7 +252,14 @@ class SaveSubmitter:
         self.monitored = {k: v for k, v in self.monitored.items() if k[0] == step}
         self.monitored[step, kind] = request.key
         self.run.note_saved(step, self.roles, kind)
-        self.watcher.follow(request, submit=True, has_saver=self.is_first)
+        self._have_saver()
+        self.watcher.follow(request, submit=True)
+
+    def _have_saver(self) -> None:
+        """Start the saver again if it has ended, or was killed, while the save was staged."""
+        if self.is_first:
+            with suppress(Exception):  # the watcher's thread tries again
+                self.watcher.begin(is_submitted=True)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
         """Return the last attempt of a save."""
