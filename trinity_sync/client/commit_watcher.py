@@ -131,8 +131,7 @@ class CommitWatcher:
     def begin(self, *, waits: bool = False, is_submitted: bool = False) -> None:
         """Have everything ready that commits a save after the death of this process.
 
-        A process that ``waits`` for saves calls `hurry` as well. Of a save that ``is_submitted``,
-        nothing but the saver may be missing.
+        A process that ``waits`` calls `hurry`, too. A save that ``is_submitted`` lacks a saver only.
 
         Raises:
             SaveError: the saver cannot be started.

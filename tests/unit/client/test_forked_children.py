@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
+from tests.support.waiting import until
 from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
@@ -124,7 +126,9 @@ def test_a_loaders_worker_ends_at_the_signal_of_its_trainer_alone(saves: Saves) 
     batches = iter(DataLoader([3], num_workers=1))
     (worker,) = batches._workers
     assert end_of(lambda: os.kill(worker.pid, signal.SIGTERM)) == 0
-    worker.terminate()
+    status = Path(f"/proc/{worker.pid}/status")
+    until(lambda: re.search(r"^ShdPnd:\s*0+$", status.read_text(), re.M), "the first is taken")
+    worker.terminate()  # of two signals that wait, one is delivered
     worker.join()
     assert worker.exitcode == 0  # not killed by the signal before
 
