@@ -9,6 +9,7 @@ line of any TorchTitan training names it.
 """
 
 import dataclasses
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import MANIFEST, refuse_url, split_role_path, step_folder
-from trinity_sync.errors import ConfigError, from_extra
+from trinity_sync.errors import ConfigError, SpoolFullError, from_extra
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
+from trinity_sync.snapshot.stager import estimate_nbytes
 
 with from_extra("torchtitan"):
     from torchtitan.components.checkpointer import MODEL, BaseCheckpointManager, CheckpointManager
     from torchtitan.config import derive, override
+
+logger = logging.getLogger(__name__)
 
 
 class TrinitySyncCheckpointManager(CheckpointManager):
@@ -76,6 +80,11 @@ class TrinitySyncCheckpointManager(CheckpointManager):
             self.folder
         )
         self._saver = DcpSaver(self._saves, role=self._saves.roles[0])
+        states = *components["model_parts"], *(components["optimizers"] or ())
+        try:
+            self._saves.prewarm({"dcp": sum(map(estimate_nbytes, states))}, role=self._saver.role)
+        except SpoolFullError as error:  # the size is an estimate
+            logger.warning("Saves will be slow, or fail: %s", error)
 
     def __del__(self) -> None:
         """Leave saves in flight to the stack: they commit without this process."""

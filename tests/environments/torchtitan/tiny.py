@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
@@ -24,6 +25,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
+from tests.support.job import mapped_nbytes
 from trinity_sync.integrations.torchtitan import TrinitySyncCheckpointManager
 
 WORDS = 100
@@ -78,11 +80,22 @@ def _make(spec: ModelSpec) -> Trainer.Config:
 
 
 class DyingManager(TrinitySyncCheckpointManager):
-    """All ranks die the instant after they have staged step 6."""
+    """All ranks die the instant after they have staged step 6.
+
+    The memory of their first save is touched before it: weights, and two tensors of AdamW a weight.
+    """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(TrinitySyncCheckpointManager.Config):
         pass
+
+    def __init__(self, config: Config, *, model_parts: list[torch.nn.Module], **parts: Any) -> None:
+        super().__init__(config, model_parts=model_parts, **parts)
+        assert self._saves
+        self._saves._stager.memory.run(looks=False)
+        weights = sum(each.to_local().nbytes for part in model_parts for each in part.parameters())
+        mapped = mapped_nbytes(self._saves.spool.slot("actor", "dcp", self._saves.rank, 0))
+        assert 3 * weights <= mapped <= 3 * weights + (1 << 20), (weights, mapped)
 
     def _save(self, curr_step: int, *args: Any, **kwargs: Any) -> bool:
         saved = super()._save(curr_step, *args, **kwargs)
