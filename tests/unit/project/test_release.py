@@ -107,3 +107,13 @@ def test_what_a_workflow_makes_is_there(name: str) -> None:
     assert workflow["permissions"] == {"contents": "read"}
     for target in re.findall(r"make ([a-z-]+)", json.dumps(workflow, default=str)):
         assert re.search(rf"^[a-z0-9 -]*\b{target}\b[a-z0-9 -]*:", makefile, re.MULTILINE), target
+
+
+def test_the_tests_that_the_makefile_names_are_there() -> None:
+    targets = ["client", "chaos", "lowest", "torch-oldest", "veomni", "torchtitan", "trl", "vllm"]
+    shown = subprocess.run(
+        ["make", "--dry-run", *targets], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    named = {*re.findall(r"tests/[\w/*.]+", shown.stdout)}
+    assert len(named) > 20, named
+    assert [each for each in named if not [*PROJECT.glob(each)]] == []
