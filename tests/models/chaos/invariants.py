@@ -79,9 +79,12 @@ def _newest_is_no_older(world: World, history: History) -> Iterator[str]:
         yield f"the newest commit is {have}, but {history.acknowledged} was acknowledged"
     whole = sorted(known)[-KEEP:]
     for run, step in whole:
-        newer = [each for each in history.committed if each > (run, step)]
-        if (run, step) >= history.acknowledged and len(newer) < KEEP and not _is_there(world, step):
-            yield f"step {step} of run {run} was acknowledged and is not there"
+        if (run, step) >= history.acknowledged and not _is_there(world, step):
+            # read after it: what has removed the step was committed before
+            seen = history.committed | world.commits().keys()
+            newer = sorted(each for each in seen if each > (run, step))
+            if len(newer) < KEEP:
+                yield f"step {step} of run {run} was acknowledged and is not there; newer: {newer}"
 
 
 def _states_of(world: World, request: SaveRequest) -> Iterator[str]:
