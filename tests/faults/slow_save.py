@@ -13,7 +13,7 @@ from trinity_sync.stack import embedded
 from trinity_sync.storage.discovery import find_newest, read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import read_manifest
 
-SIZE = 15_000_000
+SIZE = 60_000_000  # 240 MB, of which what is killed has not written the last when it is found
 FILE = "actor/model_world_size_1_rank_0.pt"
 
 
