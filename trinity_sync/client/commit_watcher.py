@@ -131,7 +131,7 @@ class CommitWatcher:
     def begin(self, *, waits: bool = False, is_submitted: bool = False) -> None:
         """Have everything ready that commits a save after the death of this process.
 
-        A process that ``waits`` calls `hurry`, too. If a save ``is_submitted``, it needs a saver.
+        With ``waits``, also `hurry`. With ``is_submitted``, nothing but the saver may be missing.
 
         Raises:
             SaveError: the saver cannot be started.
