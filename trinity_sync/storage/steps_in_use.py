@@ -135,7 +135,7 @@ def lease_to_read(
             with _prevent_removal(root, step, paths=paths) as manifest:
                 make_folder(path.parent)
                 replace_file(path, encode_record(lease))
-                leased.callback(_release, path, process)
+                leased.callback(_release, path, os.getpid())
         except OSError as error:
             if error.errno in UNWRITABLE:
                 warn_unwritable(Path(root).resolve(), error.strerror)
@@ -150,8 +150,8 @@ def lease_to_read(
         yield manifest
 
 
-def _release(path: Path, process: str) -> None:
-    if process != read_process_identity(os.getpid()):
+def _release(path: Path, pid: int) -> None:
+    if pid != os.getpid():
         return  # a child that was forked in the block
     try:
         remove_file(path)

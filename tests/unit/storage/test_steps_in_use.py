@@ -105,6 +105,16 @@ def test_a_lease_of_a_reader_that_has_died_ends_with_it(committed: Job) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_lease_that_is_held_to_the_end_of_its_process_ends_in_silence(committed: Job) -> None:
+    """Python imports nothing any more when it drops what is still held."""
+    program = LEASE.replace("os._exit(0)", "import builtins; builtins.lease = lease")
+    done = subprocess.run(
+        [sys.executable, "-c", program, committed.root], capture_output=True, check=True
+    )
+    assert done.stderr == b""
+    assert list((committed.root / ".trinity_sync/leases").iterdir()) == []
+
+
 CONTAINER = "unshare --user --map-root-user --pid --fork --mount-proc"
 MACHINE = (
     "unshare --mount sh -c 'mount --bind boot_id /proc/sys/kernel/random/boot_id && exec \"$@\"' -"
