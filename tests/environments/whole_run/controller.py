@@ -23,6 +23,7 @@ class Controller:
 
     def __init__(self, run: Run, part: Participant) -> None:
         self._part, self._queue, self._ledger = part, RolloutQueue(run), RolloutLedger()
+        self._size = run.prompts
         self._loader = StatefulDataLoader(list(range(run.prompts)), batch_size=None)
         self._issued_at = dict[int, float]()
         if (step := part.latest_step()) is not None:
@@ -74,8 +75,12 @@ class Controller:
         return ids
 
     def _take(self, count: int) -> list[int]:
-        """Take prompts from the dataset; from here on the ledger knows them."""
-        ids = list(islice(self._prompts, max(0, count)))
+        """Take prompts from the dataset; from here on the ledger knows them.
+
+        The loader is never asked beyond its last prompt: saved after that, it begins a new epoch.
+        """
+        left = self._size - sum(self._ledger.count().values())
+        ids = list(islice(self._prompts, max(0, min(count, left))))
         self._ledger.issue(ids)
         return ids
 
