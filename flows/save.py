@@ -353,7 +353,8 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
 
     Returns:
         A state with a name of its own: Failed for a save that was superseded or evicted, Crashed
-        for one that waits; None for a committed save, or Completed if the saver has committed it.
+        for one that waits; None for a committed save, or Completed if the saver has committed it or
+        its step was committed and is gone.
     """
     driver = FlowDriver(request)
     try:
@@ -367,4 +368,4 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         driver.log_error(str(error))
         return Failed(name=outcome.capitalize(), message=str(error))
     by_saver = driver.done is None or driver.done.by_saver
-    return Completed(message=driver.left or BY_SAVER) if by_saver else None
+    return Completed(message=driver.removed or driver.left or BY_SAVER) if by_saver else None

@@ -16,6 +16,7 @@
      │   ├─ MissingShardsError      ranks or components were not submitted
      │   │   └─ EvictedError        their images were evicted for a later step
      │   ├─ SupersededError         a later run of the job resumed from an earlier step
+     │   ├─ RemovedStepError        it was committed, and its step is gone since
      │   ├─ RootAwayError           the job is not at its root; the save waits until it is
      │   ├─ SaveFailedError         saves of this process have failed (`wait_all`)
      │   └─ SaveTimeoutError        a save has not ended in time; it may still commit
@@ -188,6 +189,10 @@ class EvictedError(MissingShardsError):
 
 class SupersededError(SaveError):
     """A later run of the job has superseded the save."""
+
+
+class RemovedStepError(SaveError):
+    """A save was committed before, and its step has been removed or replaced since."""
 
 
 class RootAwayError(SaveError):

@@ -48,6 +48,7 @@ WHAT_TO_DO = {
         "This step is lost; nothing else is. If it repeats, saves come faster than they are "
         "written: see [Reduce the stall](../how-to/stall.md#which-setting-for-which-symptom)."
     ),
+    "RemovedStepError": "Nothing: the save was committed, and retention or a later run removed it.",
     "RootAwayError": (
         "Mount the root or move it back: the save waits, see "
         "[A root that is away](../concepts/save.md#a-root-that-is-away)."

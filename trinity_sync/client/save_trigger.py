@@ -16,7 +16,7 @@ from pathlib import Path
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.client.saver_control import SaverControl, Serving
-from trinity_sync.errors import PrefectApiError, SaveError, TrinitySyncError
+from trinity_sync.errors import PrefectApiError, RemovedStepError, SaveError, TrinitySyncError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
@@ -233,7 +233,7 @@ class SaveTrigger:
                     continue
                 try:
                     refuse_removed(save)
-                except SaveError:
+                except RemovedStepError:
                     found[request.key] = ""
                     continue
                 within_s = self._settings.saver_after_s

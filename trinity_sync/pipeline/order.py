@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from trinity_sync.errors import RemoteError, RootAwayError, is_of_stack
+from trinity_sync.errors import RemoteError, RemovedStepError, RootAwayError, is_of_stack
 from trinity_sync.fs.atomic import WRONG_KIND
 from trinity_sync.saves.save_request import SaveRequest
 
@@ -54,6 +54,8 @@ class Driver:
         """What follows the commit of this driver; nothing if another one has committed."""
         self.failure: Exception | None = None
         """Why the save has failed, or what follows its commit."""
+        self.removed = ""
+        """That an earlier driver has committed it, and its step is gone, if so."""
 
     async def do(self, part: "Part") -> None:
         """Do a part, and repeat it as `Part.repeats_after` says."""
@@ -158,6 +160,9 @@ async def drive(driver: Driver) -> None:
             continue
         try:
             await driver.do(part)
+        except RemovedStepError as error:  # whoever committed it was killed before it could tell
+            driver.removed, stands = str(error), "commit"
+            logger.info("%s", error)
         except Exception as error:
             if part.says:
                 driver.log_error(f"{driver.request.run_name} {part.says}: {error}")

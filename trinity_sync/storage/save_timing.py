@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from trinity_sync.errors import SaveError
+from trinity_sync.errors import RemovedStepError
 from trinity_sync.fs.atomic import open_to_append, read_file, replace_file
 from trinity_sync.fs.records import Count, Seconds, decode_lines
 from trinity_sync.layout import PRIVATE_FOLDER, Kind
@@ -161,13 +161,13 @@ def refuse_removed(save: SaveId) -> None:
     Call it if neither images nor a manifest of the save are left.
 
     Raises:
-        SaveError: the log has it.
+        RemovedStepError: the log has it.
     """
     for each in read_saves(save.root):
         logged = (each.run, each.step, each.timing.kind, each.timing.roles)
         if logged == (save.run, save.step, save.kind, save.roles):
             at = datetime.fromtimestamp(each.committed_at, UTC)
-            raise SaveError(
+            raise RemovedStepError(
                 f"{save} was committed at {at:%Y-%m-%d %H:%M:%S} UTC, and the step has been "
                 "removed or replaced since, so nothing is left to save. Do not retry it."
             )

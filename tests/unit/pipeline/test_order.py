@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from trinity_sync.errors import (
     TicketError,
     is_of_stack,
 )
-from trinity_sync.layout import steps_on_disk
+from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.orchestration.on_node import call, replicate_step
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.pipeline import save as pipeline
@@ -289,6 +290,17 @@ def test_what_fails_for_ever_ends_alike_in_both_drivers_and_as_the_table_says(
         copied = strikes == "after upload"
         expected |= {"steps": [1, 2], "copied": copied, "exported": False}
     assert flow == expected
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_save_that_was_committed_and_removed_before_anybody_told_it_has_succeeded(
+    node: Node, driver: str
+) -> None:
+    job, request = node.begin_job()
+    assert DRIVERS[driver](job, request, [Fault("commit", "after", Killed)]) == "after commit"
+    job.commit_states(3, {"model": STATE})
+    shutil.rmtree(step_folder(job.root, 2))
+    assert DRIVERS[driver](job, request, []) == ""
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

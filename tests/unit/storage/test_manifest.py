@@ -22,7 +22,7 @@ from tests.support.job import Job, held
 from tests.support.meanwhile import when_opened
 from tests.support.waiting import until
 from trinity_sync.client.savers import CallableSaver, StateSaver
-from trinity_sync.errors import ManifestError, SaveError
+from trinity_sync.errors import ManifestError, RemovedStepError, SaveError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
@@ -470,5 +470,5 @@ def test_the_log_of_saves_does_not_grow_without_end(
 def test_a_sync_that_was_committed_and_removed_tells_nothing_of_the_checkpoint(job: Job) -> None:
     job.commit_states(3, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     refuse_removed(job.save(3))
-    with pytest.raises(SaveError, match=r"was committed at .* removed or replaced since"):
+    with pytest.raises(RemovedStepError, match=r"was committed at .* removed or replaced since"):
         refuse_removed(job.save(3, kind="state_dict"))
