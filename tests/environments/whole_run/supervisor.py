@@ -126,10 +126,12 @@ class Supervisor:
         os.kill(processes[worker].ident, signal.SIGCONT)
 
     def _kill_savers(self) -> None:
-        for saver in savers_of(self.spool):
-            with suppress(psutil.NoSuchProcess):
-                saver.kill()
-                saver.wait()
+        """Kill all savers at once: one that waits for the other's end would begin its saves."""
+        savers = savers_of(self.spool)
+        for act in (psutil.Process.suspend, psutil.Process.kill, psutil.Process.wait):
+            for saver in savers:
+                with suppress(psutil.NoSuchProcess):
+                    act(saver)
 
 
 def _fork(run: Run, name: str) -> BaseProcess:
