@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -598,7 +599,8 @@ class CheckpointCoordinator(Collaborators):
         step, kind = origin.step, origin.kind
         if self._states.lacking and (lost := self._states.fail_without_parts(step, kind)):
             return self._handle(origin, lost)
-        self._metrics.flush()
+        if unwritten := self._metrics.flush(step):
+            origin = replace(origin, metrics=unwritten)
         try:
             self._submitter.prepare(origin.role, again=self._states.has_saved)
         except (OSError, TrinitySyncError) as error:

@@ -141,6 +141,8 @@ class Origin(SaveId):
     keep: Count = 0
     """Checkpoints to keep once this one is committed; 0 for all."""
     export: Export = ""
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    """Those that the rank had recorded for the step and perhaps not written."""
     write_concurrency: WriteConcurrency = "all"
     """The trainer's write concurrency, which all tasks of the job apply."""
     replicated: tuple[str, ...] = ()

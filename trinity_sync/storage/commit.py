@@ -63,7 +63,7 @@ from trinity_sync.storage.manifest import (
     write_manifest,
     write_manifest_into,
 )
-from trinity_sync.storage.metrics import inherit_metrics
+from trinity_sync.storage.metrics import add_metrics, read_metrics
 from trinity_sync.storage.persist import digest_content, parse_image_name, unpack_image
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.quarantine import clear_displaced_step
@@ -133,6 +133,7 @@ def commit(
             timing = _measure_save(save, written, started_at, persisted_at, now, by_saver=by_saver)
             return replace(manifest, committed_at=now, timings=(timing,))
 
+        add_metrics(save, {name: value for file in written for name, value in file.metrics.items()})
         lock.require_held()
         make_folder(save.folder)
         identities = _link_equal_files(written)
@@ -148,7 +149,7 @@ def commit(
             _name_files(save, written, committed, identities)
             sync_folders(save.folder, [file.path for file in manifest.files])
             if replaced:
-                inherit_metrics(save, replaced.run)
+                add_metrics(save, read_metrics(save.root, replaced.run, save.step))
             manifest = _add_to_step(save, earlier, add_timing(), lock)
         _update_pointers(save, manifest, lock)
         try:

@@ -61,12 +61,18 @@ class MetricsLog:
         self._recorded.append((step, check_metrics(step, metrics)))
         self.flush()
 
-    def flush(self) -> None:
-        """Submit what waits for the run to begin."""
-        if self._recorded:
+    def flush(self, step: int | None = None) -> dict[str, float]:
+        """Submit what waits for the run to begin; return what of a step may not be written yet."""
+        waiting = [*self._recorded]
+        if waiting:
             self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
             with suppress(RuntimeError):  # no thread can be started: the next save tries again
                 self._writer.submit(self._write)
+        found = dict[str, float]()
+        for at, metrics in waiting:
+            if at == step:
+                found |= metrics
+        return found
 
     def close(self) -> None:
         """Wait for metrics that are being written."""
@@ -152,19 +158,18 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     return _read(_file(root, step)).get(run, {})
 
 
-def inherit_metrics(save: SaveId, run: int) -> None:
-    """Make the metrics that an earlier run recorded for a step those of the save's run as well."""
-    path = _file(save.root, save.step)
-    if not path.exists():
+def add_metrics(save: SaveId, metrics: Mapping[str, float]) -> None:
+    """Add metrics to those that the run of a save has recorded for the step, which stay."""
+    if metrics.keys() <= read_metrics(save.root, save.run, save.step).keys():
         return
+    path = _file(save.root, save.step)
     try:
         with acquire_file_lock(path.parent / "lock", limit_s=WRITE_S):
             runs = _read(path)
-            if metrics := runs.get(run):
-                runs[save.run] = {**metrics, **runs.get(save.run, {})}
-                replace_file(path, encode_record(_Recorded(runs)))
+            runs[save.run] = {**metrics, **runs.get(save.run, {})}
+            replace_file(path, encode_record(_Recorded(runs)))
     except LockTimeoutError as error:
-        logger.warning("metrics of step %d are not copied to %s: %s", save.step, save, error)
+        logger.warning("metrics %s of %s are not recorded: %s", sorted(metrics), save, error)
 
 
 def remove_metrics(root: str | Path, step: int, run: int) -> None:

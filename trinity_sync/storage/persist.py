@@ -268,6 +268,7 @@ def _write_one(
         attached=str(content) if isinstance(content, Path) else "",
         export=ticket.export,
         keep=ticket.keep if own else 0,
+        metrics=ticket.metrics,
         node=node,
         sealed_s=ticket.monotonic_s if own else 0.0,
         submitted_at=ticket.sealed_at if own else 0.0,

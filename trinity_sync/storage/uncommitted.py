@@ -44,6 +44,7 @@ class Written:
     """Path of the file in `attaching_folder` that this file is a link to; empty for others."""
     export: Export = ""
     keep: int = 0
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
     node: str = ""
     sealed_s: float = 0.0
     """Time at which its submission was sealed, in seconds of the node's monotonic clock; 0 for a

@@ -287,6 +287,19 @@ def test_metrics_of_a_save_are_those_of_its_step(job: Job, coordinator_of: Open)
     assert not job.spool.tickets()[0]
 
 
+def test_a_commit_has_the_metrics_that_a_killed_trainer_had_not_written(
+    job: Job, coordinator_of: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = coordinator_of()
+    monkeypatch.setattr(saves._metrics, "_write", lambda: None)  # killed before its thread runs
+    saves.record_metrics(4, {"reward": 2.0})
+    saves.save(4, state(4), metrics={"loss": 0.5, "worst": torch.inf})
+    Checkpoints(job.root).record_metrics(4, {"loss": 0.25})  # an evaluation, meanwhile
+    job.commit(4, "model", "extra_state")
+    expected = {"loss": 0.25, "reward": 2.0, "worst": torch.inf}
+    assert Checkpoints(job.root).metrics(4) == expected
+
+
 def test_a_name_of_no_step_says_which_there_are(job: Job, training: CheckpointCoordinator) -> None:
     for name, told in (
         ("bset", r"'bset' is neither .* best=METRIC:max, nor a tag .* \(tags: none\)"),
