@@ -359,7 +359,8 @@ def _read_settings() -> dict[str, object]:
         "umask": re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text()),
         "time-out of sockets": socket.getdefaulttimeout(),
         "start method": multiprocessing.get_start_method(allow_none=True) or "fork",
-        "sys.path": [each for each in sys.path if "site-packages" not in each],  # as Ray's import
+        # Ray's import puts a folder of its own first, and a deployment then PACKAGES once more
+        "sys.path": [each for each in dict.fromkeys(sys.path) if "site-packages" not in each],
         "disabled logging": logging.root.manager.disable,
     }
     # pytest's own time-out has the one, and torch's loaders, once in a process, the other
