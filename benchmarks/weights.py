@@ -125,7 +125,7 @@ def measure(root: Path, spool: Path) -> Samples:
     import torch
 
     from trinity_sync.client.coordinator import CheckpointCoordinator
-    from trinity_sync.client.save_trigger import SaveTrigger
+    from trinity_sync.client.saver_control import SaveTrigger
     from trinity_sync.settings import Settings
     from trinity_sync.snapshot.ticket import free_slot
     from trinity_sync.tensors.memcpy import copy_pieces

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trinity_sync.client.preemption import EmergencySave
     from trinity_sync.client.rollout_ledger import RolloutLedger
     from trinity_sync.client.save_submitter import SaveHandle
-    from trinity_sync.client.save_trigger import SaveTrigger
+    from trinity_sync.client.saver_control import SaveTrigger
     from trinity_sync.layout import Kind
     from trinity_sync.settings import Settings
     from trinity_sync.snapshot.stager import Staged
@@ -110,7 +110,7 @@ _MODULES = {
     "PublishedView": "trinity_sync.weights.folder.reader",
     "RolloutGate": "trinity_sync.weights.versions",
     "RolloutLedger": "trinity_sync.client.rollout_ledger",
-    "SaveTrigger": "trinity_sync.client.save_trigger",
+    "SaveTrigger": "trinity_sync.client.saver_control",
     "Settings": "trinity_sync.settings",
     "SaveHandle": "trinity_sync.client.save_submitter",
     "Staged": "trinity_sync.snapshot.stager",

@@ -28,9 +28,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trinity_sync.client.prefect_api import PrefectApi
-from trinity_sync.client.save_trigger import SERVER, UNREQUESTED
 from trinity_sync.client.saver_control import (
     OF_WORKER,
+    SERVER,
+    UNREQUESTED,
     lock_path,
     name_saver,
     read_served,

@@ -17,8 +17,7 @@ import pytest
 
 from tests.support.prefect_stand_in import FlowRun, Server
 from trinity_sync import saver as saver_module
-from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.saver_control import SaverControl
+from trinity_sync.client.saver_control import SaverControl, SaveTrigger
 from trinity_sync.pipeline.order import PERSIST, Part
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver, Share
 from trinity_sync.saver import Saver, WaitingSave

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import find_orphaned_saves
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import RootAwayError
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node import (

@@ -86,8 +86,7 @@ def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again: its flow run, as Retry in the Prefect UI does, or by the saver."""
     from trinity_sync.client.prefect_api import ask_server
     from trinity_sync.client.prefect_connection import find_server, knows_server
-    from trinity_sync.client.save_trigger import SaveTrigger
-    from trinity_sync.client.saver_control import list_savers
+    from trinity_sync.client.saver_control import SaveTrigger, list_savers
     from trinity_sync.pipeline.pending import retry_images
     from trinity_sync.snapshot.spool import open_job_spool
 

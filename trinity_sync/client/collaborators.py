@@ -10,7 +10,7 @@ from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.preemption import Preemption
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_submitter import SaveSubmitter
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.client.savers import CallableSaver, StateSaver, UploadCheck
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.layout import WriteConcurrency

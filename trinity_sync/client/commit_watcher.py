@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trinity_sync.client.run_context import RunContext
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import (
     FormatError,
     SaveError,

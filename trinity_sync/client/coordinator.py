@@ -28,7 +28,7 @@ from trinity_sync.client.save_submitter import (
     read_states,
     select_own,
 )
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.client.savers import NOTHING_STAGED, DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers

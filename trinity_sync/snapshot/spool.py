@@ -13,7 +13,7 @@
         receipts/...                            statuses of save functions: `save_functions`
         job.json                                the job's root, and the format of the folder
         0f3c9a11d2b7e648.run                    a run has a trainer here; its last commit
-        saver, server, unrequested              who commits: ``saver_control``, ``save_trigger``
+        saver, server, unrequested              who commits: ``saver_control``
         away                                    why what commits does not see the root
 
 The client and the stack of a job may be of different releases. So ``job.json`` names the format of

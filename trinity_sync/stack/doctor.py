@@ -20,8 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.client.save_trigger import UNREQUESTED
-from trinity_sync.client.saver_control import LOG
+from trinity_sync.client.saver_control import LOG, UNREQUESTED
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.file_system import find_mount
 from trinity_sync.orchestration.pipeline import find_missing_deployments

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.pipeline.order import Part
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saves.journal import append

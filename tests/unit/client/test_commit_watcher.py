@@ -31,7 +31,7 @@ from tests.unit.conftest import Open
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.prefect_api import ask_server
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import PrefectApiError, SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import MANIFEST, MANIFEST_FORMAT, step_folder

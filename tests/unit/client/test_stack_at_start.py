@@ -107,7 +107,7 @@ def test_a_required_stack_that_cannot_take_saves_is_an_error(
 def test_a_required_stack_that_does_not_answer_is_an_error_within_seconds(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_sync.client.save_trigger.CHECK_S", 0.5)
+    monkeypatch.setattr("trinity_sync.client.saver_control.CHECK_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/api")
         began = time.monotonic()

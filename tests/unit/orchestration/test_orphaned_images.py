@@ -24,8 +24,7 @@ from tests.support.savers import await_that, end_savers, savers_of
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.prefect_api import PrefectApi
-from trinity_sync.client.save_trigger import SERVER, SaveTrigger
-from trinity_sync.client.saver_control import SERVED, lock_path
+from trinity_sync.client.saver_control import SERVED, SERVER, SaveTrigger, lock_path
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import MANIFEST

@@ -21,8 +21,7 @@ from tests.support.answers import server, serving
 from tests.support.job import Job
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.client.save_trigger import SaveTrigger
-from trinity_sync.client.saver_control import SERVED
+from trinity_sync.client.saver_control import SERVED, SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.orchestration.recovery import node
 from trinity_sync.orchestration.recovery.flow_runs import (

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from tests.support.job import Job
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import step_folder

@@ -43,11 +43,11 @@ from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
 from trinity_sync.cli.commands import app
 from trinity_sync.client import saver_control
-from trinity_sync.client.save_trigger import SaveTrigger
 from trinity_sync.client.saver_control import (
     LOG,
     SERVED,
     SaverControl,
+    SaveTrigger,
     lock_path,
     name_saver,
     wake_path,

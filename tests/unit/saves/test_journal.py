@@ -13,7 +13,7 @@ import torch
 from tests.support.dying import end_of
 from tests.support.job import Job
 from trinity_sync.client.commit_watcher import MANY, CommitWatcher
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.saves import journal as journals
 from trinity_sync.saves.journal import KEEP_S, Entry, Journal, SaveState, append

@@ -16,7 +16,7 @@ from tests.unit.cli.test_wait_command import describe
 from tests.unit.retention.test_retention import prune
 from trinity_sync.cli.commands import app
 from trinity_sync.client.commit_watcher import CommitWatcher
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.saves.journal import SaveState, append, read_entry
 from trinity_sync.settings import Settings

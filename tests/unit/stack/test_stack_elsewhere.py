@@ -23,7 +23,7 @@ from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.prefect_api import ask_server
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.pipeline import read_deployments

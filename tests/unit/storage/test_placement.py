@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.job import Job, find_orphaned_saves
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, RootAwayError, SaveError
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.on_node import persist_share

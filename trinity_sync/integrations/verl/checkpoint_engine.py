@@ -25,7 +25,7 @@ from verl.utils.device import get_device_id
 
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.run_context import find_run_key, make_run_key
-from trinity_sync.client.save_trigger import SaveTrigger
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.layout import refuse_url
 from trinity_sync.settings import Settings

@@ -15,10 +15,11 @@ from uuid import UUID
 import anyio
 
 from trinity_sync.client.prefect_api import FAILED, UNDER_WAY, FlowRun, PrefectApi
-from trinity_sync.client.save_trigger import SERVER, UNREQUESTED
 from trinity_sync.client.saver_control import (
     OF_WORKER,
     SERVED,
+    SERVER,
+    UNREQUESTED,
     SaverControl,
     find_saver,
     lock_path,
