@@ -1,4 +1,4 @@
-"""File-system operations for crash safety: atomic writes, records, locks, direct I/O, capabilities.
+"""File-system operations for crash safety: atomic writes, records, locks and direct I/O.
 
 Nothing here knows checkpoints, PyTorch, Prefect, Ray or SQL.
 """

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trinity_sync.client.init_root import Capabilities, probe_capabilities
 from trinity_sync.errors import CommitError, FormatError, RootError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths
-from trinity_sync.fs.capabilities import Capabilities, probe_capabilities
 from trinity_sync.fs.file_system import find_room, measure_ray_stores
 from trinity_sync.layout import ROOT_FORMAT, steps_on_disk
 from trinity_sync.saves.journal import Journal

@@ -9,10 +9,10 @@ import torch
 
 from tests.support.job import Job
 from tests.support.restricted import restricted
+from trinity_sync.client import init_root
 from trinity_sync.client.coordinator import CheckpointCoordinator
+from trinity_sync.client.init_root import probe_capabilities, require_capabilities
 from trinity_sync.errors import ConfigError, RootError
-from trinity_sync.fs import capabilities
-from trinity_sync.fs.capabilities import probe_capabilities, require_capabilities
 from trinity_sync.fs.file_system import find_mount
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings, StackSettings
@@ -170,7 +170,7 @@ def test_a_probe_whose_folder_becomes_a_link_writes_nothing_where_that_leads(
         probe.rename(root / "moved").parent.joinpath(probe.name).symlink_to(private)
         (folder / "file").write_bytes(b"x")
 
-    monkeypatch.setattr(capabilities, "_ATTEMPTS", [("it", attempt, "")])
+    monkeypatch.setattr(init_root, "_ATTEMPTS", [("it", attempt, "")])
     assert [each.reason for each in probe_capabilities(root).each] == [""]
     assert not [*private.iterdir()]
     assert (root / "moved/attempt/file").read_bytes() == b"x"

@@ -26,7 +26,7 @@ from trinity_sync.storage.uncommitted import is_being_written
 from trinity_sync.weights.committed import _list_weight_files
 
 MAY_GLOB = {
-    "fs/capabilities.py": "what killed probes have left, which the next start removes",
+    "client/init_root.py": "what killed probes have left, which the next start removes",
     "fs/file_system.py": "/proc",
     "fs/process.py": "/proc",
     "integrations/huggingface.py": "whether there is a step, for a warning",
