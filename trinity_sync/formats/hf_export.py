@@ -19,20 +19,30 @@ from trinity_sync.formats.hf_files import DTYPES, HUGGINGFACE, find_adapter_conf
 from trinity_sync.formats.hf_naming import require_config
 from trinity_sync.formats.safetensors import ExportProgress, open_progress, read_progress
 from trinity_sync.formats.shard_reader import SavedState
-from trinity_sync.fs.atomic import UNWRITABLE, make_folder, move, remove_file, sync_folder
+from trinity_sync.fs.atomic import (
+    UNWRITABLE,
+    is_own,
+    make_folder,
+    move,
+    open_no_follow,
+    remove_file,
+    sync_folder,
+)
 from trinity_sync.fs.direct_io import OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock, try_acquire_file_lock
-from trinity_sync.layout import PRIVATE_FOLDER, check_name, step_folder
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, check_name, step_folder
 from trinity_sync.storage.discovery import list_shards, require_committed, require_unreplaced
-from trinity_sync.storage.export_requests import (
-    COMPONENT,
-    allows_remote_code,
-    exports_folder,
-    fail_export_request,
+from trinity_sync.storage.manifest import (
+    EXPORTED,
+    FileRecord,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    write_manifest,
 )
-from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from trinity_sync.storage.restore import require_digests
 from trinity_sync.storage.steps_in_use import lease_to_read
+from trinity_sync.storage.uncommitted import exports_folder
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,28 @@ def run_export_request(root: str | Path, run: int, step: int, role: str) -> None
         raise
 
 
+def allows_remote_code(root: str | Path, step: int, role: str) -> bool:
+    """Return whether the request of an export lets source files of the model be imported.
+
+    A manifest that another user may have written does not.
+    """
+    path = step_folder(root, step) / MANIFEST
+    with open_no_follow(path) as file:
+        own = is_own(file.fileno())
+        manifest = parse_manifest(file.read(), path, step)
+    return own and manifest.exports.get(role) == "hf_model with remote code"
+
+
+def fail_export_request(root: str | Path, run: int, step: int, role: str) -> None:
+    """Mark a request as failed, unless a later run has committed the step, which exports it."""
+    with acquire_commit_lock(root) as lock:
+        manifest = read_manifest(root, step)
+        if manifest and manifest.run == run:
+            failed = {*manifest.failed_exports, role}
+            lock.require_held()
+            write_manifest(root, replace(manifest, failed_exports=tuple(sorted(failed))))
+
+
 def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProgress) -> None:
     """Rename the weights into the step's folder, and add them to its manifest."""
     step = manifest.step
@@ -204,10 +236,10 @@ def _add_to_step(root: Path, manifest: Manifest, role: str, progress: ExportProg
         # the index comes last, after the files that it names
         names = sorted(progress.files, key=lambda name: name.endswith(".json"))
         records = [
-            FileRecord(f"{role}/{HUGGINGFACE}/{name}", each.nbytes, each.digest, role, COMPONENT)
+            FileRecord(f"{role}/{HUGGINGFACE}/{name}", each.nbytes, each.digest, role, EXPORTED)
             for name, each in ((name, progress.files[name]) for name in names)
         ]
-        stale = {f.path for f in now.files if (f.role, f.component) == (role, COMPONENT)}
+        stale = {f.path for f in now.files if (f.role, f.component) == (role, EXPORTED)}
         kept = replace(
             now,
             files=tuple(file for file in now.files if file.path not in stale),

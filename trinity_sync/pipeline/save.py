@@ -32,7 +32,6 @@ from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.commit import commit, free_committed_slots
-from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
 from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
@@ -209,7 +208,7 @@ def mark_images_failed(
 def export_requested_models(request: SaveRequest) -> None:
     """Export the models that the trainer requested with a committed save."""
     manifest = read_run_manifest(request.root, request.run, request.step)
-    for role in list_missing_exports(manifest) if manifest else ():
+    for role in manifest.list_missing_exports() if manifest else ():
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         from trinity_sync.formats.hf_export import run_export_request  # imports torch
 

@@ -28,6 +28,7 @@ from typing import Literal
 
 from trinity_sync.errors import SpoolError
 from trinity_sync.fs.atomic import list_paths, make_folder, move, sync_folder
+from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
 from trinity_sync.retention.policies import Policy, StepInfo
@@ -48,7 +49,6 @@ from trinity_sync.storage.discovery import (
     list_removed_files,
     read_manifest_state,
 )
-from trinity_sync.storage.export_requests import list_pending_exports, remove_export_files
 from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
@@ -57,12 +57,15 @@ from trinity_sync.storage.runs import find_newest_run, is_superseded
 from trinity_sync.storage.save_functions import read_statuses
 from trinity_sync.storage.save_timing import append_removal
 from trinity_sync.storage.steps_in_use import acquire_removal_lock
-from trinity_sync.storage.uncommitted import is_being_written
+from trinity_sync.storage.uncommitted import is_being_written, remove_export_files
 
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT_S = 3600.0
 """Maximum age in seconds of a temporary file that shows a save in flight."""
+EXPORT_HOLDS_S = 86_400.0
+"""Seconds after its commit for which a step is kept for a requested export: a model that cannot be
+exported must not fill the disk with its steps."""
 NOT_REPLICATED = "the required remote does not have it yet"
 SAVING = "a save of it is in flight"
 LINKED = "its folder is a symbolic link; remove it by hand"
@@ -173,6 +176,13 @@ class RootSteps:
         found = make_step_info(manifest, metrics=metrics, held=held, corruption=corruption)
         left = [path for path in list_removed_files(self.root, manifest) if path.exists()]
         return replace(found, resume_nbytes=sum(p.stat().st_size for p in left)) if left else found
+
+
+def list_pending_exports(root: str | Path, manifest: Manifest) -> list[str]:
+    """Return the roles whose export keeps a step: it is neither done nor failed, nor a day old."""
+    roles = [r for r in manifest.list_missing_exports() if r not in manifest.failed_exports]
+    ends_at = manifest.committed_at + EXPORT_HOLDS_S
+    return roles if roles and read_file_system_time(root) < ends_at else []
 
 
 def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) -> str:

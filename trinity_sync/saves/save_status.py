@@ -23,7 +23,6 @@ from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest, latest_pointer_covers
-from trinity_sync.storage.export_requests import is_exported
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded
@@ -164,7 +163,7 @@ class PendingSave:
         if not (manifest and self.request.is_in(manifest) and self.images <= manifest.images):
             return Facts(told=entry)
         self.committed = self._counts(manifest)
-        has_models = all(is_exported(manifest, role) for role in self.exports)
+        has_models = all(map(manifest.is_exported, self.exports))
         return Facts(told=entry, is_committed=True, counts=self.committed, is_exported=has_models)
 
     def describe(self, missed: str) -> str:

@@ -19,6 +19,7 @@ from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     is_temporary,
     list_paths,
+    list_uncached,
     move,
     remove_tree,
     revalidate_folder,
@@ -50,14 +51,14 @@ from trinity_sync.storage.discovery import (
     repair_latest_pointer,
     require_committed,
 )
-from trinity_sync.storage.export_requests import (
-    list_export_files,
-    list_steps_with_export_files,
-    remove_export_files,
-)
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.quarantine import clear_replaced_step, fetching_folder, replacing_folder
+from trinity_sync.storage.uncommitted import (
+    exports_folder,
+    list_export_files,
+    remove_export_files,
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,9 @@ def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
 
     Leftovers that changed after ``before``, in seconds since the epoch, are kept.
     """
-    for step in sorted(list_steps_with_export_files(root).difference(steps_on_disk(root))):
+    names = (path.name.partition(".") for path in list_uncached(exports_folder(root), "*"))
+    steps = {step_of_folder(name) for name, dot, _ in names if dot}.difference(steps_on_disk(root))
+    for step in sorted(step for step in steps if step is not None):
         with suppress(FileNotFoundError):  # retention removes them meanwhile
             changed = (path.lstat().st_mtime for path in list_export_files(root, step))
             if max(changed, default=math.inf) >= before:

@@ -52,6 +52,8 @@ RESUME_ONLY = ("optim", "extra_state")
 """Components without which the weights of a step can still be read."""
 COMPARED = ("model", "optim", "dcp")
 """Components that a training changes from step to step."""
+EXPORTED = "hf_model"
+"""Component of the files of an exported model."""
 DISTCP = ".distcp"
 """Suffix of a rank's file of DCP or Megatron, which only they read."""
 _NAMED = 3
@@ -308,9 +310,10 @@ class Manifest(Record, format=MANIFEST_FORMAT):
     parts: tuple[ManifestPart, ...] = ()
     """Parts of which ``files`` has some ranks' files only; none if ``files`` has all."""
     exports: dict[str, Export] = field(default_factory=dict)
-    """Roles whose model the step's saves requested to export into it, and how."""
+    """Roles whose model the step's saves requested to export into it once it is committed, and how.
+    So a crash between the commit and an export loses none. The step counts as committed without."""
     failed_exports: tuple[str, ...] = ()
-    """Roles whose export has failed."""
+    """Roles whose export has failed: it no longer keeps the step, and a retry may run it again."""
     keep: Count = 0
     """Most checkpoints that a process of the step's saves wants to keep after it; 0 for all."""
     run_key: str = ""
@@ -403,6 +406,17 @@ class Manifest(Record, format=MANIFEST_FORMAT):
         files = tuple(record for record in self.files if record.path not in gone)
         lost = tuple(sorted({*gone.values()}))
         return replace(self, kinds=("state_dict",), checkpoint_run=0, files=files, removed=lost)
+
+    def is_exported(self, role: str) -> bool:
+        """Return whether the step contains the exported model of a role."""
+        return any((each.role, each.component) == (role, EXPORTED) for each in self.files)
+
+    def list_missing_exports(self) -> list[str]:
+        """Return the roles whose requested model is not part of the step, which has all its files.
+
+        Their export may have failed.
+        """
+        return [role for role in self.exports if not self.is_exported(role)]
 
     def find_file(self, path: str) -> FileRecord | None:
         """Return the record of the file at ``path``, or None."""

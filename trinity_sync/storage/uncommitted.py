@@ -1,5 +1,7 @@
 """What a save has before its commit: images that wait, and files under temporary names.
 
+Models that are exported into a step, after its commit, have their folders elsewhere meanwhile.
+
 `gather_images` waits for the images of a component on a node, and fails early for evicted ones.
 Between two looks, it reads tickets and manifest only if the spool's folder or the manifest changed.
 """
@@ -13,9 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trinity_sync.errors import EvictedError, ManifestError, MissingShardsError
-from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, ReadOnChange, lengthen_pauses, walk_files
+from trinity_sync.fs.atomic import (
+    TEMPORARY_SUFFIX,
+    ReadOnChange,
+    lengthen_pauses,
+    list_uncached,
+    remove_tree,
+    walk_files,
+)
 from trinity_sync.fs.file_system import read_file_system_time
-from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder
 from trinity_sync.snapshot.identity import Export, SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket
@@ -264,3 +273,20 @@ def _find_ranks_past(save: SaveId, tickets: Sequence[Ticket]) -> set[_RoleRank]:
 def _as_written(record: FileRecord, of: Ticket | None = None) -> Written:
     components, replicated = (of.components, of.replicated) if of else ((), ())
     return Written(record, "", (0, 0), components, 0.0, replicated)
+
+
+def exports_folder(root: str | Path) -> Path:
+    """Return the folder of exports into steps in flight."""
+    return Path(root) / PRIVATE_FOLDER / "exports"
+
+
+def list_export_files(root: str | Path, step: int) -> list[Path]:
+    """Return the files of exports into a step, in flight or interrupted."""
+    return list_uncached(exports_folder(root), f"{step_folder(root, step).name}.*")
+
+
+def remove_export_files(root: str | Path, step: int) -> None:
+    """Remove all files that exports into a removed step left."""
+    for path in list_export_files(root, step):
+        with suppress(OSError):
+            remove_tree(path)

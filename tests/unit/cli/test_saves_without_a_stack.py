@@ -16,11 +16,11 @@ from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync import Checkpoints
 from trinity_sync.cli.commands import app
+from trinity_sync.formats.hf_export import fail_export_request
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.snapshot.identity import job_id, register_root
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.export_requests import fail_export_request
 from trinity_sync.storage.manifest import write_manifest
 from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.runs import hold_run, open_run

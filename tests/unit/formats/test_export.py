@@ -28,19 +28,14 @@ from tests.support.models import configure, tiny
 from tests.unit.formats.test_weight_folder import same
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats import safetensors
-from trinity_sync.formats.hf_export import export_step, run_export_request
+from trinity_sync.formats.hf_export import export_step, fail_export_request, run_export_request
 from trinity_sync.formats.hf_naming import Architecture, Naming
 from trinity_sync.formats.safetensors import save_tensors
 from trinity_sync.formats.shard_reader import SavedState
 from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.layout import step_folder
+from trinity_sync.retention.prune import list_pending_exports
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.export_requests import (
-    fail_export_request,
-    is_exported,
-    list_missing_exports,
-    list_pending_exports,
-)
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 
@@ -391,16 +386,16 @@ def test_an_export_request_keeps_its_step_until_it_ends(job: Job, commit: Commit
         run_export_request(job.root, 1, 1, "actor")
     failed = require_committed(job.root, 1)
     assert list_pending_exports(job.root, failed) == []
-    assert list_missing_exports(failed) == ["actor"]  # for a retry
+    assert failed.list_missing_exports() == ["actor"]  # for a retry
     in_the_way.unlink()
     run_export_request(job.root, 1, 1, "actor")
     done = require_committed(job.root, 1)
-    assert list_missing_exports(done) == []
+    assert done.list_missing_exports() == []
     assert done.failed_exports == ()
     commit(ranks, model.config, export="hf_model")  # a retry keeps it
     after = require_committed(job.root, 1)
     assert after.exports == done.exports == {"actor": "hf_model"}
-    assert list_missing_exports(after) == []
+    assert after.list_missing_exports() == []
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
@@ -417,13 +412,13 @@ def test_a_later_run_inherits_the_export_request_of_its_checkpoint_unless_that_h
         job.stage(1, {"model": state}, rank=rank, run=2, kind="state_dict")
     job.commit(1, run=2, kind="state_dict")
     if has_failed:
-        assert list_missing_exports(require_committed(job.root, 1)) == []
+        assert require_committed(job.root, 1).list_missing_exports() == []
         return
     # by the first run's flow, whose step it was
     fail_export_request(job.root, 1, 1, "actor")
     assert list_pending_exports(job.root, require_committed(job.root, 1)) == ["actor"]
     run_export_request(job.root, 2, 1, "actor")
-    assert is_exported(require_committed(job.root, 1), "actor")
+    assert require_committed(job.root, 1).is_exported("actor")
 
 
 def test_states_that_are_no_fsdp_model_are_refused(

@@ -32,6 +32,7 @@ from trinity_sync.errors import (
     StackError,
     TrinitySyncError,
 )
+from trinity_sync.formats.hf_export import allows_remote_code
 from trinity_sync.fs.atomic import TRUSTED
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import MANIFEST, shard_file, step_folder, steps_on_disk
@@ -50,7 +51,6 @@ from trinity_sync.stack import daemon, embedded, services, state_file
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
-from trinity_sync.storage.export_requests import allows_remote_code
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_states

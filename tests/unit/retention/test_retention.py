@@ -22,10 +22,11 @@ from tests.support.leases import acquire_lease
 from tests.support.meanwhile import not_listed
 from tests.support.steps import MODEL, commit_files, info
 from trinity_sync.errors import ConfigError
+from trinity_sync.formats.hf_export import fail_export_request
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.on_node import prune_after_commit
 from trinity_sync.retention.policies import ALL, StepInfo, parse_policy
-from trinity_sync.retention.prune import RootSteps, plan_prune
+from trinity_sync.retention.prune import EXPORT_HOLDS_S, RootSteps, plan_prune
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.retention.removal import (
     RemovalPlan,
@@ -39,7 +40,6 @@ from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage import uncommitted as saves
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare
 from trinity_sync.storage.discovery import find_newest, require_committed
-from trinity_sync.storage.export_requests import EXPORT_HOLDS_S, fail_export_request
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.manifest import FileRecord, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics, write_metrics

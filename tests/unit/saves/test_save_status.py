@@ -18,10 +18,10 @@ from trinity_sync.cli.commands import app
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
+from trinity_sync.formats.hf_export import fail_export_request
 from trinity_sync.saves.journal import SaveState, append, read_entry
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.export_requests import fail_export_request
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.manifest import write_manifest
 from trinity_sync.storage.runs import open_run

@@ -65,7 +65,6 @@ from trinity_sync.storage.block_reuse import WORTHWHILE, list_spares, remove_fol
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.dcp_folder import FOLDER_FILE, link_step
 from trinity_sync.storage.discovery import find_newest, require_committed, warn_of_other_step
-from trinity_sync.storage.export_requests import exports_folder, remove_export_files
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
     remove_attached,
@@ -81,6 +80,7 @@ from trinity_sync.storage.quarantine import fetching_folder, rewind
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.steps_in_use import is_pinned, lease_to_read, list_leases, pin, tag, unpin
+from trinity_sync.storage.uncommitted import exports_folder, remove_export_files
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps
 from trinity_sync.weights.state_files import (
     SynchronizerState,
@@ -383,7 +383,7 @@ def test_what_is_removed_later_is_not_removed_where_a_link_of_its_folder_leads(
     elsewhere, private, old = tmp_path / "elsewhere", job.root / PRIVATE_FOLDER, "run0-a.0.jsonl"
     exported = commit_files(job.root, 1) / "actor/huggingface"
     manifest = require_committed(job.root, 1)
-    weights = FileRecord("actor/huggingface/thesis.tex", 1, "", "actor", hf_export.COMPONENT)
+    weights = FileRecord("actor/huggingface/thesis.tex", 1, "", "actor", hf_export.EXPORTED)
     write_manifest(job.root, replace(manifest, files=(*manifest.files, weights)))
     (private / "outcomes").mkdir()
     (private / "outcomes" / old).touch()

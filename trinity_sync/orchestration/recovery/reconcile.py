@@ -23,7 +23,6 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import sort_job_spools
 from trinity_sync.storage.discovery import iter_committed_steps
-from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.gc import (
     FILE_REPAIRS,
     Finding,
@@ -128,7 +127,7 @@ def _repair_root(
 def _list_missing_exports(root: Path, busy: set[int]) -> Iterator[Finding]:
     """Yield the exports that saves requested, and that no flow run of ``busy`` steps makes."""
     for manifest in iter_committed_steps(root):
-        for role in [] if manifest.step in busy else list_missing_exports(manifest):
+        for role in [] if manifest.step in busy else manifest.list_missing_exports():
             why = (
                 "the requested export failed; retry the flow run of its save, or run: "
                 f"trinity-sync export hf {root} {manifest.step} --role {role}"

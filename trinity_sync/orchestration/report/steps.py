@@ -21,7 +21,6 @@ from trinity_sync.snapshot.identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.discovery import list_known_runs, read_latest_pointer, read_step_state
-from trinity_sync.storage.export_requests import list_missing_exports
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.metrics import read_metrics
@@ -195,7 +194,7 @@ def _lacks_models(root: Path, manifest: Manifest, told: Entry | None) -> bool:
     if manifest.failed_exports or not (manifest.exports and told and told.has_failed):
         return bool(manifest.failed_exports)
     with_models = read_run_manifest(root, manifest.run, manifest.step, ranks={0})
-    return bool(with_models and list_missing_exports(with_models))
+    return bool(with_models and with_models.list_missing_exports())
 
 
 def _tell(run: FlowRun, known: Entry | None) -> Entry | None:
