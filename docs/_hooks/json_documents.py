@@ -25,7 +25,7 @@ from trinity_sync.remote.upload import Replicated
 from trinity_sync.stack.doctor_job import Check
 from trinity_sync.stack.embedded import StackStatus
 from trinity_sync.storage.gc import Finding
-from trinity_sync.storage.quarantine import RewindResult
+from trinity_sync.storage.rewind import RewindResult
 from trinity_sync.storage.steps_in_use import Pin
 from trinity_sync.storage.verify import VerifiedStep
 from trinity_sync.weights.state_files import SyncReport

@@ -54,8 +54,8 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.gc import FILE_REPAIRS
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.steps_in_use import list_pins, pin, tag, unpin
 

@@ -85,8 +85,8 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage import manifest
 from trinity_sync.storage import runs as living_run
-from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.steps_in_use import pin, tag, unpin
 
 POINTERS = {

@@ -276,8 +276,8 @@ def rewind(
     output: Output = "table",
 ) -> None:
     """Make an earlier step the newest; newer steps are quarantined, not deleted."""
-    from trinity_sync.storage.quarantine import RewindResult, list_newer_steps
-    from trinity_sync.storage.quarantine import rewind as rewind_to
+    from trinity_sync.storage.rewind import RewindResult, list_newer_steps
+    from trinity_sync.storage.rewind import rewind as rewind_to
 
     number = resolve_step_argument(root, step)
     newer = list_newer_steps(root, number)

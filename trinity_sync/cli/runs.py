@@ -275,7 +275,7 @@ def _read_decisive_save(
 
 def _is_saved_later(root: Path, save: SaveRow) -> bool:
     """Return whether a later run lives, or is to follow a rewind, which may save the step again."""
-    from trinity_sync.storage.quarantine import REWIND
+    from trinity_sync.storage.rewind import REWIND
     from trinity_sync.storage.runs import find_living_run, find_newest_run
 
     newest = find_newest_run(root)

@@ -41,7 +41,7 @@ from trinity_sync.storage.manifest import (
     read_run_number,
 )
 from trinity_sync.storage.metrics import find_run_of_step
-from trinity_sync.storage.quarantine import quarantine_folder
+from trinity_sync.storage.replace import quarantine_folder
 from trinity_sync.storage.runs import (
     Run,
     explain_superseded,

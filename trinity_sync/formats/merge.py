@@ -50,7 +50,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.manifest import FileHealth, FileRecord, Manifest, write_manifest_into
 from trinity_sync.storage.metrics import read_metrics
-from trinity_sync.storage.quarantine import fetching_folder
+from trinity_sync.storage.replace import fetching_folder
 from trinity_sync.storage.restore import load_bytes, require_digests
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.steps_in_use import lease_to_read, resolve_step

@@ -39,8 +39,13 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.persist import make_attempt_path
-from trinity_sync.storage.quarantine import clear_replaced_step, fetching_folder, replacing_folder
-from trinity_sync.storage.replace import swap_folders, sync_folders
+from trinity_sync.storage.replace import (
+    clear_replaced_step,
+    fetching_folder,
+    replacing_folder,
+    swap_folders,
+    sync_folders,
+)
 from trinity_sync.storage.runs import FETCHED, Run, add_run
 
 

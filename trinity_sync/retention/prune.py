@@ -52,7 +52,7 @@ from trinity_sync.storage.discovery import (
 from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics
-from trinity_sync.storage.quarantine import TIME_FORMAT, quarantine_folder
+from trinity_sync.storage.replace import TIME_FORMAT, quarantine_folder
 from trinity_sync.storage.runs import find_newest_run, is_superseded
 from trinity_sync.storage.save_functions import read_statuses
 from trinity_sync.storage.save_timing import append_removal

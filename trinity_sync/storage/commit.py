@@ -66,8 +66,8 @@ from trinity_sync.storage.manifest import (
 from trinity_sync.storage.metrics import add_metrics, read_metrics
 from trinity_sync.storage.persist import digest_content, parse_image_name, unpack_image
 from trinity_sync.storage.placement import describe_ranks
-from trinity_sync.storage.quarantine import clear_displaced_step
 from trinity_sync.storage.replace import (
+    clear_displaced_step,
     exclude_writes,
     is_redundant_sync,
     make_missing_file_error,

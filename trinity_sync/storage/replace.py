@@ -6,11 +6,25 @@ weights in place, or is refused.
 `displace_step` makes room for a save function. A function computes the paths below
 ``root/global_step_{N}`` by itself, so the commit that readers find there moves away as a whole: see
 "Save functions" in ``docs/contributing/design.md``.
+
+Some steps that others replace are quarantined instead of removed, as those of a rewind are::
+
+    root/.trinity_sync/quarantine/20260102T030405Z/
+      global_step_50/                   unchanged; rename it back to undo
+    root/.trinity_sync/quarantine/pinned-of-run-1/
+      global_step_40/                   was pinned when a later run replaced it; never pruned
+
+If a run began at step 0 although the root had steps, its user may have forgotten to load or named
+the root of another training. So it, and each run that continues it, quarantines the earlier steps
+that its commits replace, in a folder named after the time at which the run began. A run that
+continues the training quarantines the pinned steps that it replaces, and removes the others. Steps
+of another system are quarantined by any run.
 """
 
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -25,6 +39,7 @@ from trinity_sync.fs.atomic import (
     link_or_copy,
     make_folder,
     move,
+    remove_file,
     sync_folder,
     walk_files,
 )
@@ -32,6 +47,7 @@ from trinity_sync.fs.locks import LIMIT_S, LockFile, acquire_commit_lock, open_l
 from trinity_sync.fs.process import describe_this_process
 from trinity_sync.layout import PRIVATE_FOLDER, SERVES_AS, Kind, step_folder
 from trinity_sync.snapshot.identity import SaveId, require_root
+from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import (
     find_newest,
     list_files_of_run,
@@ -39,19 +55,47 @@ from trinity_sync.storage.discovery import (
     read_step_state,
     repair_latest_pointer,
 )
-from trinity_sync.storage.manifest import Manifest, is_own_file, read_manifest, write_manifest_into
-from trinity_sync.storage.persist import parse_image_name
-from trinity_sync.storage.quarantine import (
-    clear_displaced_step,
-    clear_replaced_step,
-    displaced_folder,
-    replacing_folder,
+from trinity_sync.storage.manifest import (
+    Manifest,
+    is_own_file,
+    read_manifest,
+    read_run_number,
+    write_manifest_into,
 )
-from trinity_sync.storage.runs import list_runs, refuse_superseded
+from trinity_sync.storage.persist import parse_image_name
+from trinity_sync.storage.runs import (
+    list_runs,
+    read_restart_time,
+    read_start_time,
+    refuse_superseded,
+)
 from trinity_sync.storage.steps_in_use import acquire_removal_lock, is_pinned, list_leases
 from trinity_sync.storage.uncommitted import Written
 
 logger = logging.getLogger(__name__)
+
+TIME_FORMAT = "%Y%m%dT%H%M%SZ"
+"""Name of a folder in quarantine that is named after a time."""
+
+
+def quarantine_folder(root: str | Path) -> Path:
+    """Return the folder that has a quarantine folder for each rewind or run."""
+    return Path(root) / PRIVATE_FOLDER / "quarantine"
+
+
+def replacing_folder(root: str | Path) -> Path:
+    """Return the folder for steps that replace others; a replaced step moves there."""
+    return Path(root) / PRIVATE_FOLDER / "replacing"
+
+
+def fetching_folder(root: str | Path) -> Path:
+    """Return the folder in which steps are downloaded from a remote."""
+    return Path(root) / PRIVATE_FOLDER / "fetching"
+
+
+def timed_folder(root: str | Path, at: float) -> Path:
+    """Return the folder in quarantine that is named after a time, in seconds since the epoch."""
+    return quarantine_folder(root) / time.strftime(TIME_FORMAT, time.gmtime(at))
 
 
 def is_redundant_sync(save: SaveId, earlier: Manifest, manifest: Manifest) -> bool:
@@ -221,6 +265,52 @@ def make_missing_file_error(file: Written, final: str) -> SaveError:
         "the root, choose a root that all nodes share; otherwise something removed the file: retry "
         "the save."
     )
+
+
+def clear_replaced_step(root: str | Path, step: int, *, keep: int = 0) -> Path | None:
+    """Quarantine or remove the replaced step in `replacing_folder`. Call it under the commit lock.
+
+    Return its path in quarantine; None if it was removed by `remove_folder`, which gets ``keep``.
+    """
+    folder = step_folder(replacing_folder(root), step)
+    before, now = read_run_number(replacing_folder(root), step), read_run_number(root, step)
+    parent: Path | None = None
+    if 0 < before < now:
+        if is_pinned(root, step):
+            parent = quarantine_folder(root) / f"pinned-of-run-{before}"
+        elif began := read_restart_time(root, before, now):
+            parent = timed_folder(root, began)
+    elif not before and list_files_of_run(root, folder, now) is not None:
+        parent = timed_folder(root, read_start_time(root, now))
+    if parent:
+        while (place := step_folder(parent, step)).exists():  # of a run of the same second
+            parent = parent.with_name(parent.name + "_")
+        make_folder(parent)
+        for path in walk_files(folder, f".*{TEMPORARY_SUFFIX}"):
+            if is_temporary(path.name):  # of the replacing save
+                remove_file(path)
+        move(folder, place)
+        sync_folder(parent)
+        return place
+    remove_folder(root, folder, keep=keep)
+    return None
+
+
+def displaced_folder(root: str | Path, step: int) -> Path:
+    """Return the path of a step that made way for save functions; `gc.remove_replaced` knows it."""
+    folder = step_folder(replacing_folder(root), step)
+    return folder.with_name(f"{folder.name}.replaced")
+
+
+def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> None:
+    """Do as `clear_replaced_step` with the step in `displaced_folder`, if there is one."""
+    moved, folder = displaced_folder(root, step), step_folder(replacing_folder(root), step)
+    if not moved.exists() and not moved.is_symlink():
+        return
+    if folder.exists() or folder.is_symlink():
+        clear_replaced_step(root, step)
+    move(moved, folder)
+    clear_replaced_step(root, step, keep=keep)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from trinity_sync.storage.manifest import read_run_manifest
 from trinity_sync.storage.metrics import read_metrics, write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.quarantine import quarantine_folder, replacing_folder
+from trinity_sync.storage.replace import quarantine_folder, replacing_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status

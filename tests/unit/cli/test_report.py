@@ -21,7 +21,7 @@ from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import FailureGroup, InFlight, JobReport, StepRow
 from trinity_sync.settings import Settings
 from trinity_sync.storage.metrics import write_metrics
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import Run, add_run, hold_run
 from trinity_sync.storage.steps_in_use import pin
 from trinity_sync.weights.state_files import (

@@ -22,7 +22,7 @@ from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.snapshot.identity import job_id, register_root
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import write_manifest
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.steps_in_use import tag
 

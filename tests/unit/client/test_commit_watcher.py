@@ -48,8 +48,8 @@ from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage import uncommitted as save_files
 from trinity_sync.storage.manifest import Manifest, read_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
-from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 

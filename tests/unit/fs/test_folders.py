@@ -20,8 +20,12 @@ from trinity_sync.storage.gc import (
     remove_replaced,
     remove_temporaries,
 )
-from trinity_sync.storage.quarantine import fetching_folder, quarantine_folder, replacing_folder
-from trinity_sync.storage.replace import _list_unfinished
+from trinity_sync.storage.replace import (
+    _list_unfinished,
+    fetching_folder,
+    quarantine_folder,
+    replacing_folder,
+)
 from trinity_sync.storage.uncommitted import is_being_written
 from trinity_sync.weights.committed import _list_weight_files
 

@@ -56,7 +56,7 @@ from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.placement import await_node_shards
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import list_runs, open_run
 from trinity_sync.storage.steps_in_use import list_pins, pin, tag
 from trinity_sync.storage.verify import check_files, choose_files

@@ -40,7 +40,7 @@ from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.manifest import read_manifest
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run, record_left_out
 from trinity_sync.storage.steps_in_use import pin
 

@@ -40,7 +40,7 @@ from trinity_sync.storage.discovery import (
 from trinity_sync.storage.job_settings import JobSettings, write_job_settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import write_metrics
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.steps_in_use import pin, resolve_step, unpin
 from trinity_sync.storage.verify import check_files, choose_files, judge_steps

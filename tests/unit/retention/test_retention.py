@@ -43,7 +43,8 @@ from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.manifest import FileRecord, read_manifest, write_manifest
 from trinity_sync.storage.metrics import read_metrics, remove_metrics, write_metrics
-from trinity_sync.storage.quarantine import quarantine_folder, rewind
+from trinity_sync.storage.replace import quarantine_folder
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 from trinity_sync.storage.steps_in_use import pin

@@ -26,8 +26,8 @@ from trinity_sync.storage import runs
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import await_node_shards
-from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import list_runs
 
 MODEL = {"model": {"w": torch.ones(3)}}

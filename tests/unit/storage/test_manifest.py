@@ -47,8 +47,8 @@ from trinity_sync.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from trinity_sync.storage.quarantine import rewind
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, read_statuses
 from trinity_sync.storage.save_timing import Stall, read_removals, read_saves, refuse_removed

@@ -27,7 +27,7 @@ from trinity_sync.storage.discovery import (
     repair_latest_pointer,
     require_committed,
 )
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run
 from trinity_sync.storage.steps_in_use import list_pins, pin, tag
 from trinity_sync.weights.committed import find_committed_version
@@ -188,7 +188,7 @@ def count(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         left -= 1
 sys.addaudithook(count)
-from trinity_sync.storage.quarantine import rewind
+from trinity_sync.storage.rewind import rewind
 rewind(root, 10)
 """
 

@@ -72,12 +72,12 @@ from trinity_sync.storage.gc import (
     remove_temporaries,
 )
 from trinity_sync.storage.job_settings import record_replicated, write_job_settings
-from trinity_sync.storage.manifest import FileRecord, write_manifest
+from trinity_sync.storage.manifest import EXPORTED, FileRecord, write_manifest
 from trinity_sync.storage.metrics import remove_metrics, write_metrics
 from trinity_sync.storage.persist import make_attempt_path
 from trinity_sync.storage.placement import read_placement, write_placement
-from trinity_sync.storage.quarantine import fetching_folder, rewind
-from trinity_sync.storage.replace import displace_step
+from trinity_sync.storage.replace import displace_step, fetching_folder
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import hold_run, open_run
 from trinity_sync.storage.steps_in_use import is_pinned, lease_to_read, list_leases, pin, tag, unpin
 from trinity_sync.storage.uncommitted import exports_folder, remove_export_files
@@ -383,7 +383,7 @@ def test_what_is_removed_later_is_not_removed_where_a_link_of_its_folder_leads(
     elsewhere, private, old = tmp_path / "elsewhere", job.root / PRIVATE_FOLDER, "run0-a.0.jsonl"
     exported = commit_files(job.root, 1) / "actor/huggingface"
     manifest = require_committed(job.root, 1)
-    weights = FileRecord("actor/huggingface/thesis.tex", 1, "", "actor", hf_export.EXPORTED)
+    weights = FileRecord("actor/huggingface/thesis.tex", 1, "", "actor", EXPORTED)
     write_manifest(job.root, replace(manifest, files=(*manifest.files, weights)))
     (private / "outcomes").mkdir()
     (private / "outcomes" / old).touch()

@@ -47,7 +47,7 @@ from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
-from trinity_sync.storage.quarantine import quarantine_folder
+from trinity_sync.storage.replace import quarantine_folder
 from trinity_sync.storage.runs import Run, find_living_run
 from trinity_sync.storage.save_timing import read_saves
 from trinity_sync.storage.steps_in_use import list_leases, list_pins
