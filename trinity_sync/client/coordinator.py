@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trinity_sync.client.attachments import attachment_path
 from trinity_sync.client.collaborators import Collaborators
-from trinity_sync.client.cut import ask_roles
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
 from trinity_sync.client.preemption import EmergencySave, noticed_by_any, run_emergency_save
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
@@ -763,6 +762,8 @@ class CheckpointCoordinator(Collaborators):
             SaveTimeoutError: a participant has not saved in time, or has not started; likewise.
             ConfigError: the step is invalid, or this process is a forked child.
         """
+        from trinity_sync.client.cut import ask_roles  # of trainings with participants alone
+
         self._require_own_process()
         began, step = time.perf_counter(), check_number("step", step)
         check_type("roles", roles or (), Collection, "a list, such as ['critic']")
