@@ -23,7 +23,7 @@ from trinity_sync.errors import (
 from trinity_sync.layout import Kind
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.identity import SaveId, explain_away
+from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path, free_slot, list_components
 from trinity_sync.storage.commit import finish_interrupted
@@ -51,8 +51,6 @@ def find_pending_saves(
     before = clock() - grace_s
     found: dict[str, SaveRequest] = {}
     try:
-        if explain_away(job.read_root(), job.folder.name):
-            return []
         for request, images, path in _list_waiting(job, before):
             try:
                 manifest = _read_commit(job, request)

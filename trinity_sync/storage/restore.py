@@ -205,8 +205,8 @@ def _find_own_shards(
             f"step {step} in {root}, role {role}, has no component {', '.join(unknown)}: it has "
             f"{', '.join(sorted(known))}"
         )
-    of_role = (r for r in manifest.files if r.role == role and r.is_shard)
-    shards = [record for record in of_role if record.component in wanted]
+    of_role = (record for record in manifest.files if record.role == role)
+    shards = [record for record in of_role if record.component in wanted & known]
     saved_by = _count_ranks(manifest, role, world_size)
     mine = {
         record.component: record

@@ -110,9 +110,8 @@ def test_a_resumed_run_knows_the_commit_that_it_began_from(job: Job, coordinator
     expected = require_committed(job.root, 10).as_parent(job.root)
     assert actor.parents == (expected,)
     assert (expected.step, expected.run) == (10, 1)
-    assert [each.parents for each in list_runs(job.root) if each.number == actor.run] == [
-        (expected,)
-    ]
+    (run,) = (each for each in list_runs(job.root) if each.number == actor.run)
+    assert (run.resumed_from, run.resumed_run, run.parents) == (10, 1, (expected,))
 
 
 def test_a_run_that_starts_with_weights_of_another_root_names_them(

@@ -387,6 +387,8 @@ def test_an_export_request_keeps_its_step_until_it_ends(job: Job, commit: Commit
     failed = require_committed(job.root, 1)
     assert list_pending_exports(job.root, failed) == []
     assert failed.list_missing_exports() == ["actor"]  # for a retry
+    commit(ranks, model.config)  # which asks for no export
+    assert require_committed(job.root, 1).exports == failed.exports
     in_the_way.unlink()
     run_export_request(job.root, 1, 1, "actor")
     done = require_committed(job.root, 1)

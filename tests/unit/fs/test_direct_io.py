@@ -77,6 +77,11 @@ def test_a_file_that_was_cut_off_has_not_the_digest_of_the_whole(
         assert whole not in (digest_file(path, nbytes), read_fd(fd, nbytes)[1])
 
 
+def test_a_file_that_cannot_be_opened_for_direct_io_is_read_all_the_same() -> None:
+    with open_to_read(Path("/proc/version")) as fd:
+        assert os.read(fd, 5) == b"Linux"
+
+
 def test_memory_that_direct_io_refuses_is_written_all_the_same(tmp_path: Path) -> None:
     content = mapped(bytes(range(256)) * 100)[1:]
     write_file(tmp_path / "file", content, direct=True)

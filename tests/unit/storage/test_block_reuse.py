@@ -28,7 +28,13 @@ from trinity_sync.layout import step_folder
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
-from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_folder, remove_spares
+from trinity_sync.storage.block_reuse import (
+    WORTHWHILE,
+    acquire_spare,
+    list_spares,
+    remove_folder,
+    remove_spares,
+)
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.gc import remove_temporaries
 from trinity_sync.storage.restore import load_states
@@ -165,6 +171,7 @@ def test_files_of_other_users_among_the_spare_files_are_not_reused(
             pytest.skip("only root can give files away")
         else:
             os.chown(spare, 12345, 12345)
+    assert bool(list_spares(tmp_path)) == (kind not in ("link", "folder"))
     assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
     assert not (tmp_path / "one").is_symlink()
     assert not (tmp_path / "one").exists()
