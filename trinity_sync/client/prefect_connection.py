@@ -189,12 +189,16 @@ def find_other_user(url: str) -> int:
     with suppress(OSError, ValueError, TypeError):  # a name instead of an address
         address = int.from_bytes(socket.inet_aton(str(parsed.hostname)), sys.byteorder)
         hosts = (address, 0) if str(parsed.hostname).startswith("127.") else (address,)
-        ends = tuple(f"{each:08X}:{parsed.port:04X}" for each in hosts)
+        ends = tuple(f"{each:08X}:{parsed.port:04X}".encode() for each in hosts)
         for table in ("tcp", "tcp6"):
-            for row in Path(f"/proc/net/{table}").read_text().splitlines():
-                fields = row.split()
-                if fields[3] == "0A" and fields[1].endswith(ends):
-                    return 0 if int(fields[7]) == os.getuid() else int(fields[7])
+            # what listens comes first; the kernel takes 7 ms of CPU for all, at each connection
+            with Path(f"/proc/net/{table}").open("rb", buffering=300) as rows:
+                next(rows)
+                for fields in map(bytes.split, rows):
+                    if fields[3] != b"0A":
+                        break
+                    if fields[1].endswith(ends):
+                        return 0 if int(fields[7]) == os.getuid() else int(fields[7])
     return 0
 
 

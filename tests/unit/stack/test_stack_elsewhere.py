@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,6 +24,7 @@ from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.prefect_api import ask_server
+from trinity_sync.client.prefect_connection import find_other_user
 from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.process import read_process_identity
@@ -305,6 +307,24 @@ def test_another_user_at_the_port_of_a_stack_is_not_told_its_password(tmp_path: 
             assert services._server_auth(settings, StackSettings(), away) == "me:secret"
         finally:
             other.kill()
+
+
+def count_read_bytes(url: str) -> int:
+    def count() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = count()
+    assert find_other_user(url) == 0
+    return count() - before
+
+
+def test_who_listens_is_found_without_a_look_at_all_connections(listening: int) -> None:
+    url = f"http://127.0.0.1:{listening}/api"
+    few = count_read_bytes(url)
+    with ExitStack() as opened, socket.create_server(("127.0.0.1", 0), backlog=300) as made:
+        for _ in range(300):  # a row of 150 bytes for each end
+            opened.enter_context(socket.create_connection(made.getsockname()))
+        assert count_read_bytes(url) < few + 30_000
 
 
 def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path: Path) -> None:
