@@ -12,6 +12,7 @@ from trinity_sync.cli.app import (
     Yes,
     app,
     confirm,
+    is_root,
     read_settings,
     require_existing,
     resolve_step_argument,
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    "prune ckpts --keep last=3 --dry-run",
+    "prune ckpts --keep last=3 --dry-run", "prune weights --keep last=100",
     "prune ckpts --keep last=3,every=100,best=2:reward:max --yes", panel="Keep and remove steps",
     note="A policy is all, or parts that each keep steps, joined by commas: last=N the newest "
         "N, every=N those whose number is a multiple of N, hourly=N, daily=N and weekly=N the "
         "first of each of the last N hours, days and weeks, newer=2d those of "
-        "the last 2 days (s, m, h, d), best=N:METRIC:max (or min) the N best.\n\n"
+        "the last 2 days (s, m, h, d), best=N:METRIC:max (or min) the N best. Of a folder of "
+        "published weights, whole chains are removed that neither --keep nor a reader keeps.\n\n"
         "Exit code 0 also if there was nothing to remove.",
 )  # fmt: skip
 def prune(
@@ -66,18 +68,27 @@ def prune(
     from trinity_sync.settings import StackSettings
     from trinity_sync.storage.job_settings import read_job_settings
 
-    settings, job = read_settings(), read_job_settings(require_existing(root))
-    given = {"keep": keep, "keep_model": keep_model}
+    settings, given = read_settings(), {"keep": keep, "keep_model": keep_model}
     others = {"keep_weights": keep_weights, "keep_quarantine": keep_quarantine}
-    plan = plan_prune(root, Rules.of_job(job, **given, **others))
+    is_folder = (root / "latest.json").is_file() and not is_root(root)  # of a WeightFolder
+    if is_folder and not any((keep_model, *others.values())):
+        from trinity_sync.weights.folder.writer import plan_chains, remove_chains
+
+        plan = plan_chains(root, keep or "all")
+    else:
+        job = read_job_settings(require_existing(root))
+        plan = plan_prune(root, Rules.of_job(job, **given, **others))
     if not dry_run:
         if not yes and (plan.changed or plan.quarantine):
             if is_text(output):
                 _print_pruned(_describe(plan, dry_run=True), str(root))
             confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
-        reuse_files = StackSettings().io.reuse_files
-        plan = prune_root(root, plan, spool=settings.spool, recycle=reuse_files)
-        update_catalog(root, plan.changed)
+        if is_folder:
+            plan = remove_chains(root, plan)
+        else:
+            reuse_files = StackSettings().io.reuse_files
+            plan = prune_root(root, plan, spool=settings.spool, recycle=reuse_files)
+            update_catalog(root, plan.changed)
     report = _describe(plan, dry_run=dry_run)
     print_object("prune", report, output, lambda: _print_pruned(report, str(root)))
 

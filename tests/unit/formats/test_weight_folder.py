@@ -21,15 +21,18 @@ import zstandard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from typer.testing import CliRunner
 
 from tests.support import models
 from tests.support.disk import flip_a_byte, no_file_above
 from tests.support.dying import in_a_process
 from tests.support.powercut import Recording, after, cuts
 from trinity_sync import FolderReader, WeightFolder
+from trinity_sync.cli.commands import app
 from trinity_sync.errors import ConfigError, DeltaError, ExportError, WeightSyncError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.folder import writer
 from trinity_sync.weights.folder.delta import apply_delta
 from trinity_sync.weights.folder.published import (
     PublishedVersion,
@@ -388,14 +391,14 @@ def test_old_versions_are_removed_before_those_that_they_build_on(
     folder = WeightFolder(tmp_path / "out", model, deltas=2, keep=1)
     for step in (1, 2, 3):
         folder.publish(StateView(step, small(step)))
-    remove, left = folder._remove, count(1)
+    remove, left = writer._remove, count(1)
 
     def remove_one(path: Path) -> None:
         if next(left) > 1:
             raise InterruptedError
         remove(path)
 
-    monkeypatch.setattr(folder, "_remove", remove_one)
+    monkeypatch.setattr(writer, "_remove", remove_one)
     with pytest.raises(InterruptedError):
         folder.publish(StateView(4, small(4)))
     assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4)]
@@ -426,6 +429,103 @@ def test_a_history_has_every_version_bit_equal_also_those_that_were_published_ag
         with pytest.raises(DeltaError, match="version 1 is missing in"):
             FolderReader(out).load(version)
     assert same(reader.load(published[3]), weights(14))
+
+
+@pytest.fixture
+def history(tmp_path: Path, model: Path) -> Path:
+    """Three chains of three versions, of the steps 1 to 9."""
+    folder = WeightFolder(tmp_path / "out", model, deltas=2, keep="all")
+    for step in range(1, 10):
+        folder.publish(StateView(step, small(step)))
+    return tmp_path / "out"
+
+
+def prune(out: Path, *options: str) -> dict[str, list[int]]:
+    """What the command says that it did, oldest first."""
+    done = CliRunner().invoke(app, ["prune", str(out), *options, "-o", "json"])
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, list[int]] = {}
+    for row in reversed(json.loads(done.stdout)["prune"]["steps"]):
+        found.setdefault(row["status"], []).append(row["step"])
+    return found
+
+
+def steps_left(out: Path) -> list[int]:
+    """The steps of a history, each of which is as it was published."""
+    reader = FolderReader(out)
+    found = reader.list_versions()
+    assert all(same(reader.load(each), small(each.step)) for each in found)
+    return [each.step for each in found]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        ("all", range(1, 10)), ("last=1", range(7, 10)), ("last=4", range(4, 10)),
+        ("every=2", range(1, 10)), ("every=6", range(4, 10)), ("every=100", range(7, 10)),
+        ("newer=1h", range(1, 10)),
+    ],
+)  # fmt: skip
+def test_old_versions_are_removed_by_whole_chains(
+    history: Path, model: Path, keep: str, left: range
+) -> None:
+    gone = [*range(1, left[0])]
+    assert prune(history, "--keep", keep, "--dry-run").get("would be removed", []) == gone
+    assert steps_left(history) == [*range(1, 10)]
+    publisher = WeightFolder(history, model, deltas=2, keep="all")
+    assert prune(history, "--keep", keep, "--yes").get("removed", []) == gone
+    assert steps_left(history) == [*left]
+    publisher.publish(StateView(10, small(10)))
+    assert steps_left(history) == [*left, 10]
+
+
+def test_chains_stay_that_a_reader_has_open(history: Path) -> None:
+    reader = FolderReader(history)
+    versions = reader.list_versions()
+    reader.load(versions[0])
+    assert prune(history, "--keep", "last=1", "--yes") == {
+        "removed": [4, 5, 6], "kept": [1, 2, 3, 7, 8, 9]
+    }  # fmt: skip
+    assert same(reader.load(versions[2]), small(3))
+    with pytest.raises(DeltaError, match="version 4 is missing"):
+        reader.load(versions[3])
+    reader.load(versions[-1])
+    assert prune(history, "--keep", "last=1", "--yes") == {"removed": [1, 2, 3], "kept": [7, 8, 9]}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--keep", "best=1:reward:max"], "reward"), (["--keep", "first=1"], "first=1"),
+        (["--keep", "last=1", "--keep-model", "all"], "no root of a job"),
+        (["--keep", "last=1"], "not confirmed: remove 6 steps"),
+    ],
+)  # fmt: skip
+def test_no_chain_is_removed_by_what_does_not_choose_any(
+    history: Path, options: list[str], said: str
+) -> None:
+    done = CliRunner().invoke(app, ["prune", str(history), *options])
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert steps_left(history) == [*range(1, 10)]
+
+
+def test_whenever_a_removal_of_chains_is_killed_what_is_left_is_rebuilt_bit_equal(
+    history: Path, tmp_path: Path
+) -> None:
+    found = []
+    for moment in count(1):
+        out = shutil.copytree(history, tmp_path / f"copy_{moment}")
+        removal = partial(prune, out, "--keep", "last=1", "--yes")
+        died = in_a_process(removal, tmp_path, die_before=moment)
+        found.append(steps_left(out))
+        assert prune(out, "--keep", "last=1", "--yes")["kept"] == [7, 8, 9]
+        assert steps_left(out) == [7, 8, 9]
+        assert len(versions_in(out)) == 3  # nothing of the killed one is left
+        if died != moment:
+            break
+    assert found[0] == [*range(1, 10)]
+    assert len({*map(tuple, found)}) == 7  # one version after the other
 
 
 def test_only_one_process_and_program_publishes_into_a_folder(tmp_path: Path, model: Path) -> None:

@@ -73,7 +73,7 @@ def read_latest(out: Path) -> PublishedVersion | None:
         WeightSyncError: the marker was altered.
     """
     try:
-        return _read_record(out / MARKER, out)
+        return decode_version(read_uncached(out / MARKER), out / MARKER, out)
     except FileNotFoundError:
         return None
 
@@ -85,8 +85,9 @@ def read_version(out: Path, version: int) -> PublishedVersion:
         DeltaError: it is missing.
         WeightSyncError: its file was altered.
     """
+    path = version_folder(out, version) / VERSION_FILE
     try:
-        return _read_record(version_folder(out, version) / VERSION_FILE, out)
+        return decode_version(read_uncached(path), path, out)
     except FileNotFoundError:
         raise explain_missing(version, out) from None
 
@@ -149,10 +150,6 @@ def require_checksum(version: PublishedVersion, tensors: Tensors) -> None:
             f"{version.folder} is corrupted: its checksum is not that of step {version.step} as it "
             "was published; publish the step again"
         )
-
-
-def _read_record(path: Path, out: Path) -> PublishedVersion:
-    return decode_version(read_uncached(path), path, out)
 
 
 def decode_version(content: bytes, where: str | Path, out: Path) -> PublishedVersion:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +14,11 @@ import torch
 
 from trinity_sync.errors import DeltaError, RemoteError, WeightSyncError, from_extra
 from trinity_sync.fs.atomic import list_paths
+from trinity_sync.fs.locks import LockFile
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import apply_delta
 from trinity_sync.weights.folder.published import (
+    VERSION_FILE,
     PublishedVersion,
     iter_version_folders,
     list_chain,
@@ -206,6 +209,9 @@ class FolderReader:
             tensors, config = self._tensors, self._config
             chain = chain[chain.index(self.version) :]
         else:
+            with suppress(OSError):  # a file system without locks: prune may remove the chain
+                self._open_chain = LockFile(chain[0].folder / VERSION_FILE, os.O_RDONLY)
+                self._open_chain.try_acquire(shared=True)
             tensors = _load_complete(chain[0].folder)
             path = chain[0].folder / "config.json"
             config = path.read_bytes() if path.exists() else b""
