@@ -5,7 +5,7 @@ one, or the commit of the same step; never parts of two versions, and never an o
 had, unless a run has superseded that one. The trainer does not wait for readers.
 
 A registry tells which versions there are: the files of this node's spool and of the root
-(``file_registry``), which need no Ray, or the job's Synchronizer (``actor_registry``), through
+(`FileRegistry`), which need no Ray, or the job's Synchronizer (``actor_registry``), through
 which images of other nodes come by Ray's object store, once for all readers of a node.
 """
 
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,20 +26,38 @@ from typing import Any, TypeVar
 import torch
 
 from trinity_sync.errors import ConfigError, WeightSyncError
-from trinity_sync.layout import check_seconds, check_type
-from trinity_sync.storage.runs import is_run_gone, is_superseded
-from trinity_sync.weights.committed import find_committed_version
-from trinity_sync.weights.file_registry import FileRegistry
+from trinity_sync.fs.atomic import read_signature
+from trinity_sync.layout import check_seconds, check_type, job_id_of
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.identity import read_identity
+from trinity_sync.snapshot.spool import JobSpool, require_own_folder
+from trinity_sync.storage.runs import is_run_gone, is_superseded, list_runs
+from trinity_sync.weights.committed import (
+    SCAN_S,
+    CommitNotification,
+    Signature,
+    find_committed_version,
+)
 from trinity_sync.weights.ray_cluster import find_synchronizer, in_ray_cluster
 from trinity_sync.weights.version_view import Target, VersionOpener, VersionView, list_targets
-from trinity_sync.weights.versions import ImageCopy, Registry, Version, VersionUnavailableError
+from trinity_sync.weights.versions import (
+    ImageCopy,
+    Registry,
+    Version,
+    VersionRegistry,
+    VersionUnavailableError,
+    make_shard,
+)
 
 logger = logging.getLogger(__name__)
 
-
 MAX_RETRY_S = 0.5
 """Longest pause, in seconds, between two attempts to open a version."""
-
+RETRY_S = 1.0
+"""Seconds before versions that could not be read are read again."""
+TICK_S = 0.1
+"""Seconds after which a change to a folder gives it another time. Kernels take file times from a
+clock that ticks every 1 to 10 ms."""
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -322,3 +340,92 @@ def _make_registry(name: str, synchronizer: Any, root: str | Path | None, role: 
         return ActorRegistry(synchronizer, root)
     registry: Registry = synchronizer
     return registry
+
+
+class FileRegistry(Registry):
+    """Registry of a reader without Ray: of the versions that files of this node and the root name.
+
+    Versions in memory are the version tags next to the slots of the job's spool on this node; a
+    version counts once the images of all its ranks are here. Commits are noticed through the root.
+    The rules are those of `VersionRegistry`, which is built again at each poll, so a version is
+    gone with its file. Images on other nodes are not visible: where ranks of several nodes make a
+    version, it is read from its commit. No record is kept of the versions that readers serve.
+
+    The root may be created later. The spool in ``settings``, by default from the environment, has
+    to be the trainer's.
+    """
+
+    def __init__(
+        self, root: str | Path, *, role: str = "actor", settings: Settings | None = None
+    ) -> None:
+        self._settings = settings or Settings()
+        self._root, self._role = Path(root).resolve(), role
+        self._commits = CommitNotification(self._root, role)
+        self._spool = self._make_spool(read_identity(root))
+        if not self._root.is_dir():
+            logger.warning("root %s does not exist yet; waiting for its job", self._root)
+
+    def latest(self) -> Version | None:
+        """As `Registry.latest`, on this node.
+
+        Raises:
+            CommitError: a run file of the root is torn.
+            SpoolError: the spool does not belong to this user alone.
+        """
+        return self._read_versions().newest(readable=True)
+
+    async def wait_newer(self, than: int | Version, timeout_s: float | None) -> Version | None:
+        """As `Registry.wait_newer`.
+
+        Files are read in threads, so the event loop never waits for a disk or a file server.
+
+        Raises:
+            CommitError, SpoolError: as `latest`.
+        """
+
+        def find(scan: bool = False) -> Version | None:
+            return self._read_versions(scan).newer(than, readable=True)
+
+        found = await asyncio.to_thread(find)
+        if found is None:
+            with suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(self._wait_next(find), timeout_s)
+        return found
+
+    async def _wait_next(self, find: Callable[..., Version | None]) -> Version:
+        seen: Signature | None = None
+        is_settled = False
+        while True:
+            signature = await self._commits.wait_for_change(
+                seen, SCAN_S if is_settled else TICK_S, lambda: read_signature(self._spool.folder)
+            )
+            try:
+                if found := await asyncio.to_thread(find, scan=is_settled and signature == seen):
+                    return found
+            except OSError as error:
+                logger.warning("cannot read versions of %s, will retry: %s", self._root, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            # a change within the same tick does not change the signature
+            is_settled, seen = signature == seen, signature
+
+    def _read_versions(self, scan: bool = False) -> VersionRegistry:
+        identity = read_identity(self._root)
+        self._spool = self._make_spool(identity)  # another one once the root was recreated
+        with suppress(FileNotFoundError):
+            for folder in (self._spool.folder.parent, self._spool.folder):
+                require_own_folder(folder)
+        runs, versions = list_runs(self._root), VersionRegistry()
+        versions.add_runs(runs)
+        for slot, tag in self._spool.list_versions(self._role):
+            run = versions.runs.get(tag.run)
+            if run and tag.run_key in ("", run.key):  # not of a run that the root has lost
+                shard = make_shard(tag, slot, self._root, identity)
+                if version := versions.add_image(shard, tag.world_size):
+                    versions.record(version, 0.0)
+        if committed := self._commits.find_newest(runs, scan=scan):
+            versions.record(committed, 0.0)
+        return versions
+
+    def _make_spool(self, identity: str) -> JobSpool:
+        return JobSpool(self._settings.spool / job_id_of(self._root, identity))

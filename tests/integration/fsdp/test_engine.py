@@ -34,7 +34,7 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import lock_slot
 from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.weights.file_registry import FileRegistry
+from trinity_sync.weights.reader import FileRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,9 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import write_version_tag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import CommitNotification
-from trinity_sync.weights.file_registry import FileRegistry
 from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.publisher import Publisher
-from trinity_sync.weights.reader import WeightReader
+from trinity_sync.weights.reader import FileRegistry, WeightReader
 from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.versions import Version, VersionRegistry
