@@ -22,7 +22,11 @@ from trinity_sync.snapshot.identity import SaveId, explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
-from trinity_sync.storage.discovery import find_newest, latest_pointer_covers
+from trinity_sync.storage.discovery import (
+    find_newest,
+    latest_pointer_covers,
+    read_latest_pointer,
+)
 from trinity_sync.storage.job_settings import is_replicated, read_required_remote
 from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded
@@ -197,8 +201,10 @@ class PendingSave:
         """Return whether latest pointers cover it, and the required remote, if any, has it."""
         save = self.request.save
         kinds = [kind for kind in SERVES_AS[save.kind] if manifest.serves(kind)]
-        if not all(latest_pointer_covers(save.root, kind, save.run, save.step) for kind in kinds):
-            return False
+        for kind in kinds:
+            named = read_latest_pointer(save.root, kind)
+            if not latest_pointer_covers(save.root, kind, save.run, save.step, named):
+                return False
         return save.kind != "checkpoint" or is_replicated(save.root, manifest)
 
     def _describe_missed(self, status: SaveStatus) -> str:

@@ -38,7 +38,7 @@ from trinity_sync.layout import (
     attaching_folder,
     step_folder,
 )
-from trinity_sync.snapshot.identity import SaveId, explain_away
+from trinity_sync.snapshot.identity import SaveId, explain_away, require_root
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
 from trinity_sync.storage.block_reuse import WORTHWHILE
@@ -47,6 +47,7 @@ from trinity_sync.storage.discovery import (
     advance_latest_pointer,
     list_commits_before,
     list_files_of_run,
+    read_corruption,
     remove_mark,
     repair_latest_pointer,
 )
@@ -76,7 +77,7 @@ from trinity_sync.storage.replace import (
     require_named_files,
     sync_folders,
 )
-from trinity_sync.storage.runs import find_run_of, refuse_other_job, refuse_superseded
+from trinity_sync.storage.runs import find_run_of, refuse_superseded
 from trinity_sync.storage.save_functions import CallableStatus, list_callable_files, remove_statuses
 from trinity_sync.storage.save_timing import SaveTiming, Stall, append_save
 from trinity_sync.storage.uncommitted import Written, remove_files
@@ -115,7 +116,7 @@ def commit(
         LockTimeoutError: a save function has written into the step's folder for ten minutes.
     """
     with exclude_writes(save), acquire_commit_lock(save.root) as lock:
-        refuse_other_job(save)
+        require_root(save.root, save.job)
         refuse_superseded(save.root, save.run, save.run_key, save.step)
         earlier = _read_earlier(save)
         ours = earlier if earlier and earlier.run == save.run else None
@@ -135,19 +136,19 @@ def commit(
 
         add_metrics(save, {name: value for file in written for name, value in file.metrics.items()})
         lock.require_held()
-        make_folder(save.folder)
+        make_folder(folder := save.folder)
         identities = _link_equal_files(written)
         replaced = None if ours else earlier
-        kept = None if earlier else list_files_of_run(save.root, save.folder, save.run)
+        kept = None if earlier else list_files_of_run(save.root, folder, save.run)
         if kept is not None or (replaced and not is_redundant_sync(save, replaced, manifest)):
             refuse_loss(save, replaced, manifest.kinds)
             manifest = add_timing()
             replace_step(save, written, manifest, replaced, lock, kept or (), recycle=recycle)
         else:
             if not earlier:
-                remove_mark(save.folder)  # the mark of a step whose manifest is gone
-            _name_files(save, written, committed, identities)
-            sync_folders(save.folder, [file.path for file in manifest.files])
+                remove_mark(folder)  # the mark of a step whose manifest is gone
+            _name_files(folder, written, committed, identities)
+            sync_folders(folder, [file.path for file in manifest.files])
             if replaced:
                 add_metrics(save, read_metrics(save.root, replaced.run, save.step))
             manifest = _add_to_step(save, earlier, add_timing(), lock)
@@ -224,7 +225,7 @@ def finish_interrupted(save: SaveId) -> None:
         if manifest is None or manifest.run != save.run:
             return
         try:
-            refuse_other_job(save)
+            require_root(save.root, save.job)
             refuse_superseded(save.root, save.run, save.run_key, save.step)
         except SaveError as error:
             logger.info("%s", error)
@@ -233,11 +234,20 @@ def finish_interrupted(save: SaveId) -> None:
 
 
 def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
-    """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock."""
+    """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock.
+
+    They are not updated to a step that is corrupted.
+    """
     folder = step_folder(root, manifest.step)
     if manifest.serves("checkpoint"):
         replace_file(folder / FULL_CHECKPOINT_MARK, "", sync=False)  # where it is a link, too
     sync_folder(folder)
+    if corruption := read_corruption(root, manifest.step):
+        logger.error(
+            "Not updating the latest pointers to step %d in %s: the step is corrupted (%s)",
+            *(manifest.step, root, corruption),
+        )
+        return
     for kind in manifest.kinds:
         advance_latest_pointer(root, kind, manifest.run, manifest.step)
 
@@ -374,7 +384,7 @@ def _link_equal_files(written: Sequence[Written]) -> dict[str, set[tuple[int, in
 
 
 def _name_files(
-    save: SaveId,
+    step: Path,
     written: Sequence[Written],
     committed: Mapping[str, FileRecord],
     identities: Mapping[str, set[tuple[int, int]]],
@@ -383,8 +393,8 @@ def _name_files(
     for file in written:
         by_folder[file.record.path.rpartition("/")[0]].append(file)
     for name, of_folder in by_folder.items():
-        make_folder(save.folder / name)  # which another node's disk lacks
-        with pin_folder(save.folder / name) as folder:
+        make_folder(step / name)  # which another node's disk lacks
+        with pin_folder(step / name) as folder:
             for file in of_folder:
                 known = committed.get(file.record.path)
                 _name(file, folder, known, identities[file.record.digest])

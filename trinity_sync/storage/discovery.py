@@ -479,21 +479,12 @@ def warn_of_other_step(root: str | Path, step: int) -> None:
 
 
 def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> None:
-    """Update a latest pointer to a committed step that is valid, unless it names a newer step."""
-    path = Path(root) / ITERATION_FILES[kind]
-    if corruption := read_corruption(root, step):
-        logger.error(
-            "Not updating the latest pointer to step %d in %s: the step is corrupted (%s)",
-            step,
-            root,
-            corruption,
-        )
+    """Update a latest pointer to a committed step, unless it names a newer step."""
+    path, current = Path(root) / ITERATION_FILES[kind], read_latest_pointer(root, kind)
+    if latest_pointer_covers(root, kind, run, step, current):
         return
-    if read_latest_pointer(root, kind) is None:
-        if path.exists():
-            logger.warning("latest pointer %s was empty or torn; writing it again", path)
-    elif latest_pointer_covers(root, kind, run, step):
-        return
+    if current is None and path.exists():
+        logger.warning("latest pointer %s was empty or torn; writing it again", path)
     replace_file(path, str(step))
 
 
@@ -531,9 +522,10 @@ def repair_latest_pointer(
     return current, best.step
 
 
-def latest_pointer_covers(root: str | Path, kind: Kind, run: int, step: int) -> bool:
-    """Return whether a latest pointer names a step of a run, or a step that counts as newer."""
-    current = read_latest_pointer(root, kind)
+def latest_pointer_covers(
+    root: str | Path, kind: Kind, run: int, step: int, current: int | None
+) -> bool:
+    """Return whether a latest pointer, which names ``current``, covers a step of a run."""
     if current is None:
         return False
     if is_foreign(step_folder(root, current)):

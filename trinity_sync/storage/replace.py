@@ -304,9 +304,10 @@ def displaced_folder(root: str | Path, step: int) -> Path:
 
 def clear_displaced_step(root: str | Path, step: int, *, keep: int = 0) -> None:
     """Do as `clear_replaced_step` with the step in `displaced_folder`, if there is one."""
-    moved, folder = displaced_folder(root, step), step_folder(replacing_folder(root), step)
+    moved = displaced_folder(root, step)
     if not moved.exists() and not moved.is_symlink():
         return
+    folder = step_folder(replacing_folder(root), step)
     if folder.exists() or folder.is_symlink():
         clear_replaced_step(root, step)
     move(moved, folder)
