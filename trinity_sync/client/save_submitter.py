@@ -206,13 +206,9 @@ class SaveSubmitter:
         components: Collection[str] = (*staged.components, *origin.replicas)
         if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
             components = {*COMPONENTS} - {"dcp"} | {*components}
-        save = origin.save
-        if save.attempt > 1:
-            self.attempts[replace(save, attempt=1)] = save.attempt
-        request = _request(save, components)
         self._have_saver()
         self.watcher.follow(
-            request,
+            self._request(origin.save, components),
             images=staged.images,
             exports=origin.role if origin.export else "",
             submit=self.rank == 0,
@@ -245,15 +241,26 @@ class SaveSubmitter:
                 )
         else:
             save = self.watcher.find_attempt(save)
-        if save.attempt > 1:
-            self.attempts[replace(save, attempt=1)] = save.attempt
-        request = _request(save, list_components(mine), expected=expected)
+        request = self._request(save, list_components(mine), expected=expected)
         write_request(self.spool, run.number, step, kind, request.model_dump_json())
         self.monitored = {k: v for k, v in self.monitored.items() if k[0] == step}
         self.monitored[step, kind] = request.key
         self.run.note_saved(step, self.roles, kind)
         self._have_saver()
         self.watcher.follow(request, submit=True)
+
+    def _request(
+        self, save: SaveId, components: Collection[str], *, expected: int = 0
+    ) -> SaveRequest:
+        """Return the request of a save, whose attempt is the last one from now on."""
+        if save.attempt > 1:
+            self.attempts[replace(save, attempt=1)] = save.attempt
+        # without its checks, which take longer than all else here: the values are our own
+        return SaveRequest.model_construct(
+            **vars(save),
+            components=tuple(filter(components.__contains__, COMPONENTS)),
+            expected=expected,
+        )
 
     def _have_saver(self) -> None:
         """Start the saver again if it has ended, or was killed, while the save was staged."""
@@ -334,12 +341,3 @@ def select_own(
     own = own or {"extra_state": {}}  # it tells that this rank has called, on each node
     saved = {**components, **own} if rank == (ranks or (0,))[0] else own
     return (saved, (), dict.fromkeys(replicated, ranks)) if ranks else (saved, replicated, {})
-
-
-def _request(save: SaveId, components: Collection[str], *, expected: int = 0) -> SaveRequest:
-    # without its checks, which take longer than all else here: the values are this process's own
-    return SaveRequest.model_construct(
-        **vars(save),
-        components=tuple(filter(components.__contains__, COMPONENTS)),
-        expected=expected,
-    )

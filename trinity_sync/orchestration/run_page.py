@@ -116,7 +116,7 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
     }
     parts = [
         f"### {request.flow_run_name}: {failure.outcome}",
-        _quote(failure.reason),
+        "\n".join(f"> {line}" for line in failure.reason.strip().splitlines()),
         _make_table(*_split_header(rows)),
     ]
     if failure.tasks:
@@ -228,10 +228,6 @@ def _split_header(rows: Mapping[str, str]) -> tuple[Sequence[str], list[Sequence
 
 def _escape(cell: object) -> str:
     return " ".join(str(cell).split()).replace("|", "\\|")
-
-
-def _quote(text: str) -> str:
-    return "\n".join(f"> {line}" for line in text.strip().splitlines())
 
 
 def make_failed_task(node: str, what: str, error: BaseException) -> FailedTask:

@@ -33,7 +33,7 @@ from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, SUCCESSES, read_status
 from trinity_sync.storage.placement import NodeShards
-from trinity_sync.storage.runs import explain_superseded, find_superseding_run, list_runs
+from trinity_sync.storage.runs import refuse_superseded
 from trinity_sync.storage.save_functions import CallableStatus
 from trinity_sync.storage.uncommitted import Persisted, Written, is_being_written, remove_files
 
@@ -120,7 +120,8 @@ def await_node_records(
                 found.append(Persisted(record.written, record.statuses))
         if not waiting:
             return found
-        _refuse_superseded(request)
+        # no node will commit it: its images hold slots meanwhile
+        refuse_superseded(request.root, request.run, "", request.step)
         if quiet.pause():
             lacking = "; ".join(f"node {each.node}, {each}" for each in waiting.values())
             raise MissingShardsError(
@@ -150,7 +151,8 @@ def await_commit(
             return
         if status in FAILURES:
             raise SaveFailedError(why)
-        _refuse_superseded(request)
+        # no node will commit it: its images hold slots meanwhile
+        refuse_superseded(request.root, request.run, "", request.step)
         if quiet.pause():
             raise SaveError(
                 f"{request.run_name} of {request.root} is not committed by node {nodes[0].node}, "
@@ -158,13 +160,6 @@ def await_commit(
                 "the node runs and sees this root, and saver.log in its home. Later saves are "
                 "unaffected."
             )
-
-
-def _refuse_superseded(request: SaveRequest) -> None:
-    """Refuse to wait for a save that no node will commit: its images hold slots meanwhile."""
-    root, run, step = request.root, request.run, request.step
-    if later := find_superseding_run(list_runs(root), run, step):
-        raise explain_superseded(root, run, step, later)
 
 
 class Quiet:
