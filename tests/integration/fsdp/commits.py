@@ -67,11 +67,13 @@ class CommitsHere(SaveTrigger):
         self._requests.join()
 
 
-def coordinator_of(root: Path, trigger: SaveTrigger | None = None) -> CheckpointCoordinator:
+def coordinator_of(
+    root: Path, trigger: SaveTrigger | None = None, roles: Sequence[str] | None = None
+) -> CheckpointCoordinator:
     """The coordinator of a rank, with a spool next to the root."""
     settings = Settings(spool=root.parent / "spool", home=root.parent)
     return CheckpointCoordinator.of_process_group(
-        root, settings=settings, trigger=trigger or CommitsHere()
+        root, settings=settings, trigger=trigger or CommitsHere(), roles=roles
     )
 
 
