@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,16 @@ class SaveRequest(BaseModel):
     @property
     def save(self) -> SaveId:
         """The save, as tickets and commits name it."""
-        return SaveId(**{each.name: getattr(self, each.name) for each in fields(SaveId)})
+        return SaveId(
+            self.root,
+            self.run,
+            self.run_key,
+            self.step,
+            self.kind,
+            self.roles,
+            identity=self.identity,
+            attempt=self.attempt,
+        )
 
     def is_in(self, manifest: Manifest | None) -> bool:
         """Return whether a step is committed with this save, of all roles, by its run."""
