@@ -20,7 +20,7 @@ from tests.environments.vllm.engines import (
     randomize,
     running_server,
 )
-from trinity_sync import CheckpointCoordinator
+from trinity_sync import CheckpointCoordinator, RolloutLedger
 from trinity_sync.integrations.vllm import VLLMUpdater
 
 pytestmark = pytest.mark.timeout(600)
@@ -83,11 +83,18 @@ def test_updates_while_requests_are_in_flight(server: Server, root: Path, pause:
     assert {version for _, spans in answers for version, *_ in spans} == set(map(str, steps))
     mixed = [spans for _, spans in answers if len(spans) > 1]
     assert bool(mixed) == (pause == "keep")
-    for tokens, spans in answers:
+    for number, (tokens, spans) in enumerate(answers):
         for version, start, end in spans:
             before = PROMPTS[0] + tokens[:start]  # of which the new weights compute the cache
             model = make_model(int(version))
             assert tokens[start:end] == expect_one(model, before, end - start)
+        ledger = RolloutLedger()
+        ledger.issue([number])
+        ledger.finish([number], {number: [(int(v), start, end - 1) for v, start, end in spans]})
+        ledger.train([number], 7)
+        assert sum(ledger.ages(7).values()) == len(tokens)
+        if len(spans) > 1:  # the version at its end did not make all of it
+            assert tokens != expect_one(model, PROMPTS[0], len(tokens))
 
 
 def train_for_ever(root: Path, started: "multiprocessing.synchronize.Event") -> None:
