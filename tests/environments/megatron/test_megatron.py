@@ -31,6 +31,7 @@ from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import CommitError, ConfigError, SaveFailedError, SpoolError
 from trinity_sync.formats.dcp import to_dcp
 from trinity_sync.formats.hf_export import export_step
+from trinity_sync.formats.merge import merge_steps
 from trinity_sync.layout import attaching_folder, step_folder
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
@@ -347,7 +348,11 @@ def load_corrupted(root: Path) -> None:
         assert saves.run == 2
         with pytest.raises(CommitError, match="it was saved by Megatron, load it by Megatron"):
             saves.load(1)
-        for read in (partial(to_dcp, root, 1, root.parent / "dcp"), partial(export_step, root, 1)):
+        for read in (
+            partial(to_dcp, root, 1, root.parent / "dcp"),
+            partial(export_step, root, 1),
+            partial(merge_steps, root, "1,2", root.parent / "merges"),
+        ):
             with pytest.raises(CommitError, match="Face model of it: python -m verl"):
                 read()
         with replaced_before_megatron_reads(Path(actor(root, 1))):
