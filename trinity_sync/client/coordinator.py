@@ -895,8 +895,10 @@ class CheckpointCoordinator(Collaborators):
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if not self._is_own:
             return  # a child that was forked within the block
+        # the exit code of `sys.exit(0)` says that all is well, as the end of the block does
+        ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
         try:
-            if error is None and not (self.preempted and self._has_waited):
+            if ends_well and not (self.preempted and self._has_waited):
                 self.wait_all()
         except KeyboardInterrupt as interrupt:
             error = interrupt

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
-from trinity_sync import ConfigError, Settings
+from trinity_sync import CheckpointCoordinator, ConfigError, Settings
 from trinity_sync.client.coordinator import CLOSE_S
 from trinity_sync.client.preemption import Preemption
 from trinity_sync.client.saver_control import SaverControl
@@ -125,6 +125,27 @@ with CheckpointCoordinator(sys.argv[1]) as saves:
         saves.save(step, {"model": {"w": torch.ones(3)}})
     print("saved", flush=True)
 """
+
+
+def leave(saves: CheckpointCoordinator, code: int | None) -> None:
+    with saves:
+        saves.save(1, {"model": {"w": torch.ones(3)}})
+        saves.save(2, {"model": {"w": threading.Lock()}})
+        sys.exit(code)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_block_that_is_left_by_an_exit_without_an_error_raises_what_has_failed(
+    coordinator_of: Open, job: Job, code: int | None
+) -> None:
+    with pytest.raises(SaveFailedError, match="step 2"):
+        leave(coordinator_of(trigger=CommitsHere()), code)
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def test_a_block_that_is_left_by_an_exit_with_an_error_waits_for_nothing(saves: Saves) -> None:
+    with pytest.raises(SystemExit, match="3"):
+        leave(saves, 3)  # what nothing commits
 
 
 def test_an_interrupted_end_says_what_is_in_memory_and_does_not_wait_for_a_server(
