@@ -211,8 +211,10 @@ class PendingSave:
         """Return what has not been reached, to follow "was not"."""
         if status == "not exported":
             return "exported, but is committed"
-        if status == "not replicated" and (remote := read_required_remote(self.request.root)):
-            return f"brought to {remote}, and is committed in the root only"
+        if status == "not replicated":
+            if remote := read_required_remote(self.request.root):
+                return f"brought to {remote}, and is committed in the root only"
+            return "named by the latest pointers, but is committed"
         return "committed"
 
     def _is_gone(self) -> bool:

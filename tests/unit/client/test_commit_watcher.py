@@ -34,7 +34,7 @@ from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import PrefectApiError, SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_body
-from trinity_sync.layout import MANIFEST, MANIFEST_FORMAT, step_folder
+from trinity_sync.layout import ITERATION_FILES, MANIFEST, MANIFEST_FORMAT, step_folder
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
@@ -279,6 +279,17 @@ def test_a_save_whose_root_is_gone_fails_for_the_reason_that_its_images_have(job
     assert failure.endswith("was not committed: its run was cancelled")
     assert not job.root.exists()
     watcher.close()
+
+
+def test_a_commit_that_the_latest_pointers_do_not_name_is_not_called_a_lost_one(job: Job) -> None:
+    job.commit_states(4, {"model": {"w": torch.ones(3)}})
+    (job.root / ITERATION_FILES["checkpoint"]).write_text("3")
+    append(request := job.request(4, components=("model",)), "failed", "disk full", start=1)
+    watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
+    watcher.follow(request)
+    (failure,) = watcher.wait(time.monotonic() + 30)
+    watcher.close()
+    assert "was not named by the latest pointers, but is committed: disk full" in failure
 
 
 @pytest.mark.parametrize("told", ["nothing", "completed"])
