@@ -282,13 +282,15 @@ def try_acquire_file_lock(path: Path) -> Iterator[bool]:
         yield lock.try_acquire()
 
 
-def acquire_commit_lock(root: str | Path) -> AbstractContextManager[LockFile]:
+def acquire_commit_lock(
+    root: str | Path, *, limit_s: float = LONG_S
+) -> AbstractContextManager[LockFile]:
     """Hold the commit lock of a root within the block; wait for commits and rewinds in flight.
 
     Raises:
-        LockTimeoutError: a holder has taken an hour.
+        LockTimeoutError: it was not released within ``limit_s``.
     """
-    return acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=LONG_S)
+    return acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=limit_s)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The parts of a save on one node, and the driver of the saver; `order` has their order."""
 
+import errno
 import logging
 import os
 import time
@@ -30,8 +31,8 @@ from trinity_sync.saves.save_status import compare_late_images, end_images
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
-from trinity_sync.storage.block_reuse import can_reuse_blocks
-from trinity_sync.storage.commit import commit, free_committed_slots
+from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_spares
+from trinity_sync.storage.commit import commit, free_committed_slots, remove_uncommitted
 from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
 from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
@@ -39,7 +40,7 @@ from trinity_sync.storage.placement import NodeShards, await_node_shards
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save_functions import await_callable_saves
 from trinity_sync.storage.save_timing import refuse_removed
-from trinity_sync.storage.uncommitted import Persisted, remove_files
+from trinity_sync.storage.uncommitted import Persisted
 
 if TYPE_CHECKING:
     from trinity_sync.remote.upload import Replicated
@@ -150,6 +151,9 @@ def commit_images(
 
     Times are in seconds since the epoch: when the flow run started, and when all files were
     durable.
+
+    Raises:
+        SaveError: as `commit`; or a file cannot be written, and the cause is an OSError.
     """
     save = request.save
     spool = get_job_spool(shards.spool, save)
@@ -167,15 +171,25 @@ def commit_images(
         at_least=max(0, request.expected - images - earlier) - len(statuses),
         rank_timeout_s=read_job_settings(save.root).rank_timeout_s,
     )
-    manifest = commit(
-        save,
-        written,
-        statuses,
-        recycle=can_reuse_blocks(save.root, writing.reuse_files),
-        started_at=started_at,
-        persisted_at=persisted_at,
-        by_saver=by_saver,
-    )
+    try:
+        manifest = commit(
+            save,
+            written,
+            statuses,
+            recycle=can_reuse_blocks(save.root, writing.reuse_files),
+            started_at=started_at,
+            persisted_at=persisted_at,
+            by_saver=by_saver,
+        )
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remove_spares(save.root)  # which makes room for the next attempt
+        error.filename = error.filename or os.fspath(save.folder)
+        raise SaveError(
+            f"{save}: its commit is not finished: {error}. Repair that; the images stay in the "
+            f"spool: trinity-sync retry {save.root} {save.step}",
+            path=Path(error.filename),
+        ) from error
     free_committed_slots(spool, save, written)
     return manifest
 
@@ -192,14 +206,13 @@ def free_slots(request: SaveRequest, persisted: Sequence[Persisted], folder: str
 def mark_images_failed(
     request: SaveRequest, persisted: Sequence[Persisted], folder: str | Path, reason: str
 ) -> int:
-    """Remove the temporary files of a failed save on one node, and `end_images`.
+    """Remove the files of a failed save on one node, and `end_images`.
 
     Until later saves evict them, a retry of the flow run can persist the images again. ``folder``
     is as in `free_slots`. Return how many images of the save are still in memory.
     """
     save = request.save
-    temporary = (file.temporary for result in persisted for file in result.written)
-    remove_files(map(Path, filter(None, temporary)))
+    remove_uncommitted(save, [file for result in persisted for file in result.written])
     spool = get_job_spool(folder, save)
     end_images(spool, request, reason)
     return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step)[0])

@@ -65,7 +65,12 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.metrics import add_metrics, read_metrics
-from trinity_sync.storage.persist import digest_content, parse_image_name, unpack_image
+from trinity_sync.storage.persist import (
+    digest_content,
+    parse_image_name,
+    read_file_identity,
+    unpack_image,
+)
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.replace import (
     clear_displaced_step,
@@ -83,6 +88,9 @@ from trinity_sync.storage.save_timing import SaveTiming, Stall, append_save
 from trinity_sync.storage.uncommitted import Written, remove_files
 
 logger = logging.getLogger(__name__)
+
+UNLOCK_S = 10.0
+"""Seconds for which the end of a save that has failed waits for other commits, to remove files."""
 
 
 def commit(
@@ -424,6 +432,26 @@ def _name(
         raise make_missing_file_error(file, f"{folder.readlink()}/{name}") from error
     if not same:
         raise SaveError(f"{folder.readlink()}/{name} changed before its commit; retry the save")
+
+
+def remove_uncommitted(save: SaveId, written: Sequence[Written]) -> None:
+    """Remove the files of a save that has failed, where possible.
+
+    Also those that its commit has named: without the manifest, for which a full disk may have had
+    no room, they would take the room of later steps.
+    """
+    remove_files(Path(file.temporary) for file in written if file.temporary)
+    own = {file.identity for file in written if file.temporary}
+    with suppress(OSError, TrinitySyncError):
+        require_root(save.root, save.job)
+        with acquire_commit_lock(save.root, limit_s=UNLOCK_S):
+            manifest = read_manifest(save.root, save.step)
+            committed = {record.path for record in manifest.files} if manifest else ()
+            paths = {file.record.path for file in written if file.temporary}.difference(committed)
+            for path in map(save.folder.joinpath, paths):
+                with pin_folder(path.parent) as folder, suppress(FileNotFoundError):
+                    if read_file_identity(folder / path.name) in own:
+                        (folder / path.name).unlink()
 
 
 def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Written]) -> None:

@@ -30,16 +30,21 @@ from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Setting
 from trinity_sync import saver as saver_module
 from trinity_sync.cli.commands import app
 from trinity_sync.client.saver_control import SERVED, name_saver
-from trinity_sync.errors import RootError, SaveFailedError
+from trinity_sync.errors import RootError, SaveError, SaveFailedError
+from trinity_sync.fs.atomic import walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
-from trinity_sync.pipeline.save import NodeWriting
+from trinity_sync.pipeline.order import is_io_error
+from trinity_sync.pipeline.save import NodeWriting, commit_images, mark_images_failed
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import slot_pool
+from trinity_sync.snapshot.identity import open_identity
+from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.uncommitted import Persisted
 
 MODEL = {"model": {"w": torch.ones(3)}}
 HELD_S = 60.0
@@ -200,6 +205,51 @@ def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
             require_committed(root, last)
         assert raised == {}
     kill_savers(spool)
+
+
+@pytest.fixture
+def job_on_disk(small_disk: Path, spool_folder: Path) -> Iterator[Job]:
+    """A job whose root is on a file system of 4 MiB."""
+    (root := small_disk / "ckpts").mkdir()
+    open_identity(root)
+    job = Job(root, open_job_spool(spool_folder, root))
+    yield job
+    job.stager().close()
+
+
+def test_a_commit_has_the_room_of_spare_files_on_a_full_disk(job_on_disk: Job) -> None:
+    job = job_on_disk
+    job.stage(1, MODEL)
+    persisted = [Persisted(job.persist(1))]
+    (spare := job.root / PRIVATE_FOLDER / "spare" / "1").parent.mkdir()
+    spare.write_bytes(bytes(WORTHWHILE))
+    attempt = partial(commit_images, job.request(1), persisted, job.share, NodeWriting(), 0.0, 0.0)
+    with is_full(job.root.parent):
+        with pytest.raises(SaveError, match=r"No space left on device: .*retry") as full:
+            attempt()
+        assert is_io_error(full.value)  # so it is repeated
+        attempt()
+    require_committed(job.root, 1)
+
+
+@pytest.mark.parametrize("earlier", [(), ("model",)], ids=["nothing", "sync"])
+def test_a_save_that_a_full_disk_has_no_commit_for_leaves_no_files_there(
+    job_on_disk: Job, earlier: tuple[str, ...]
+) -> None:
+    job, states = job_on_disk, {**MODEL, "optim": MODEL["model"]}
+    if earlier:  # its files are committed
+        job.stage(1, MODEL, kind="state_dict")
+        job.commit(1, kind="state_dict")
+    job.stage(1, states)
+    request, persisted = job.request(1), [Persisted(job.persist(1, *states))]
+    with is_full(job.root.parent):
+        with pytest.raises(SaveError, match="No space left on device"):
+            commit_images(request, persisted, job.share, NodeWriting(), 0.0, 0.0)
+        assert mark_images_failed(request, persisted, job.spool.folder, "full") == 2
+    left = {path.name.split("_")[0] for path in walk_files(step_folder(job.root, 1), "*.pt*")}
+    assert left == {*earlier}
+    job.commit(1, *states)  # as a retry does
+    require_committed(job.root, 1)
 
 
 @pytest.mark.parametrize("full", ["bytes and inodes", "inodes"])
