@@ -198,9 +198,10 @@ class LockFile:
             return mmap.mmap(fd, nbytes, flags, prot)
 
     def __del__(self) -> None:  # must not wait, because it runs in any thread
-        with suppress(OSError):
-            self.release()
-        self.detach()
+        if self.fd >= 0:
+            with suppress(OSError):
+                self.release()
+            self.detach()
 
 
 @contextmanager

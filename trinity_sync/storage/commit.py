@@ -214,9 +214,9 @@ def _add_to_step(
     if earlier and replace(merged, committed_at=earlier.committed_at) == earlier:
         finish_manifest(save.root, save.step)
         return replace(manifest, committed_at=earlier.committed_at)
-    require_named_files(save, save.folder, merged)
+    require_named_files(save, folder := save.folder, merged)
     lock.require_held()
-    write_manifest_into(save.folder, merged)
+    write_manifest_into(folder, merged)
     return manifest
 
 

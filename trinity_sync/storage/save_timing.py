@@ -125,14 +125,14 @@ def append_removal(root: str | Path, run: int, step: int, now: float) -> None:
 
 
 def _append(root: str | Path, entry: LoggedSave | LoggedRemoval) -> None:
-    line = msgspec.json.encode(entry) + b"\n"
-    with open_to_append(_path(root)) as file:
+    path, line = _path(root), msgspec.json.encode(entry) + b"\n"
+    with open_to_append(path) as file:
         if file.tell() <= MAX_BYTES:
             file.write(line)
             return
         file.seek(0)
         lines = [*file, line]
-    replace_file(_path(root), b"".join(lines[len(lines) // 2 :]), sync=False)
+    replace_file(path, b"".join(lines[len(lines) // 2 :]), sync=False)
 
 
 def read_saves(root: str | Path) -> Sequence[LoggedSave]:
