@@ -72,7 +72,7 @@ def prune(
     others = {"keep_weights": keep_weights, "keep_quarantine": keep_quarantine}
     is_folder = (root / "latest.json").is_file() and not is_root(root)  # of a WeightFolder
     if is_folder and not any((keep_model, *others.values())):
-        from trinity_sync.weights.folder.writer import plan_chains, remove_chains
+        from trinity_sync.weights.folder.published import plan_chains, remove_chains
 
         plan = plan_chains(root, keep or "all")
     else:

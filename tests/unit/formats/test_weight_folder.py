@@ -391,14 +391,14 @@ def test_old_versions_are_removed_before_those_that_they_build_on(
     folder = WeightFolder(tmp_path / "out", model, deltas=2, keep=1)
     for step in (1, 2, 3):
         folder.publish(StateView(step, small(step)))
-    remove, left = writer._remove, count(1)
+    remove, left = writer.remove_version, count(1)
 
     def remove_one(path: Path) -> None:
         if next(left) > 1:
             raise InterruptedError
         remove(path)
 
-    monkeypatch.setattr(writer, "_remove", remove_one)
+    monkeypatch.setattr(writer, "remove_version", remove_one)
     with pytest.raises(InterruptedError):
         folder.publish(StateView(4, small(4)))
     assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4)]

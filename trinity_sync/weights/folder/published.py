@@ -14,9 +14,13 @@ the version before; a number is never used for two versions that the marker has 
 be published twice: by the run that resumed before it.
 """
 
+import os
 import re
+import shutil
+import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,11 @@ import torch
 import xxhash
 
 from trinity_sync.errors import DeltaError, WeightSyncError
-from trinity_sync.fs.atomic import read_uncached
+from trinity_sync.fs.atomic import make_temporary_path, read_uncached
+from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.records import Count, Record, decode_record
+from trinity_sync.retention.policies import StepInfo, parse_policy
+from trinity_sync.retention.removal import RemovalPlan
 from trinity_sync.weights.folder.delta import Tensors, compute_checksum, view_bytes
 
 MARKER = "latest.json"
@@ -126,6 +133,60 @@ def iter_version_folders(out: Path) -> Iterator[tuple[int, Path]]:
 def version_folder(out: Path, version: int) -> Path:
     """Return the folder of a version; slime's readers look for this name."""
     return out / f"weight_v{version:06d}"
+
+
+def remove_version(path: Path) -> None:
+    """Remove a version, which has its name until it is no longer complete."""
+    gone = make_temporary_path(path.with_suffix(".removed"))
+    with suppress(FileNotFoundError):  # another process has removed it
+        path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def plan_chains(out: Path, keep: str) -> RemovalPlan:
+    """Plan to remove chains of which a policy keeps no version, except for the newest chain.
+
+    Raises:
+        ConfigError, WeightSyncError: the policy is invalid; the record of a version was altered.
+    """
+    chains = [[info for _, info in chain] for chain in _list_chains(out)]
+    why = parse_policy(keep).keeps([info for chain in chains for info in chain], time.time())
+    stay = [chain for chain in chains if chain is chains[-1] or any(e.step in why for e in chain)]
+    kept = [(each, why.get(each.step, "its chain stays")) for chain in stay for each in chain]
+    removed = [each for chain in chains if chain not in stay for each in chain]
+    return RemovalPlan(tuple(kept), tuple(removed), newest={})
+
+
+def remove_chains(out: Path, plan: RemovalPlan) -> RemovalPlan:
+    """Remove the chains of a plan that no reader has open; return what became of them.
+
+    Of a chain the newest version goes first, so each version that is left can be rebuilt.
+    """
+    for path in out.glob(".weight_v*.removed.*"):  # of a removal that was killed
+        shutil.rmtree(path, ignore_errors=True)
+    removed: list[StepInfo] = []
+    for chain in _list_chains(out):
+        if all(info in plan.removed for _, info in chain):
+            with closing(LockFile(chain[0][0] / VERSION_FILE, os.O_RDWR)) as lock:
+                for folder, info in reversed(chain) if lock.try_acquire() else ():
+                    remove_version(folder)
+                    removed.append(info)
+    why = "a FolderReader has its chain open"
+    spared = tuple((each, why) for each in plan.removed if each not in removed)
+    return replace(plan, removed=tuple(removed), spared=spared)
+
+
+def _list_chains(out: Path) -> list[list[tuple[Path, StepInfo]]]:
+    latest, chains = read_latest(out), list[list[tuple[Path, StepInfo]]]()
+    for number, folder in iter_version_folders(out):
+        if latest and number <= latest.version:
+            each, files = read_version(out, number), [path.stat() for path in folder.iterdir()]
+            if each.base is None or not chains:
+                chains.append([])
+            made_at, nbytes = folder.stat().st_mtime, sum(file.st_size for file in files)
+            info = StepInfo(each.step, each.run, ("state_dict",), made_at, nbytes)
+            chains[-1].append((folder, info))
+    return chains
 
 
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:

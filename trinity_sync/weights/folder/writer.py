@@ -13,12 +13,11 @@ import json
 import logging
 import os
 import shutil
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, suppress
-from dataclasses import fields, replace
+from contextlib import ExitStack, suppress
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -30,12 +29,10 @@ from trinity_sync.formats.hf_files import ADAPTER_CONFIG, ADAPTER_FILE, set_dtyp
 from trinity_sync.formats.hf_naming import Architecture, Naming, Tensors, find_kept
 from trinity_sync.formats.safetensors import INDEX, PROGRESS, save_tensors
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX, make_folder, replace_file, sync_folder
-from trinity_sync.fs.locks import LockFile, open_lock_file, try_acquire_file_lock
+from trinity_sync.fs.locks import open_lock_file, try_acquire_file_lock
 from trinity_sync.fs.process import describe_holder
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import check_type
-from trinity_sync.retention.policies import StepInfo, parse_policy
-from trinity_sync.retention.removal import RemovalPlan
 from trinity_sync.storage.runs import is_run_gone, is_superseded
 from trinity_sync.tensors.dtensors import have_equal_bits
 from trinity_sync.weights.folder.bucket import open_bucket
@@ -51,6 +48,7 @@ from trinity_sync.weights.folder.published import (
     list_chain,
     read_latest,
     read_version,
+    remove_version,
     summarize,
     version_folder,
 )
@@ -63,7 +61,6 @@ logger = logging.getLogger(__name__)
 View = VersionView | PublishedView
 
 _LOCK = ".publisher.lock"
-_REMOVED = f".removed{TEMPORARY_SUFFIX}"
 _SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Suffixes of the files of a model that are copied: its config, tokenizer and source files."""
 
@@ -427,12 +424,11 @@ class WeightFolder:
         final = version_folder(self.out, number)
         scratch = self.out / f".{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         last, self._last = self._last, None  # a failed version is followed by a complete one
-        items: Iterable[tuple[str, torch.Tensor]]
-        items, config = self._naming.name_tensors(view)
+        named, config = self._naming.name_tensors(view)
         try:
             scratch.mkdir()
-            tensors = dict(items) if self._deltas else {}
-            items = tensors.items() if self._deltas else items
+            tensors = dict(named) if self._deltas else {}
+            items = tensors.items() if self._deltas else named
             base = self._find_base(last, latest, tensors)
             if base is None:
                 lines = _write_complete(
@@ -487,7 +483,7 @@ class WeightFolder:
         for path in [path for number, path in iter_version_folders(self.out) if number > known]:
             if not (path / VERSION_FILE).exists():
                 raise ConfigError(f"{path} was not published by trinity_sync; choose another one")
-            _remove(path)
+            remove_version(path)
 
     def _remove_old(self, published: PublishedVersion, keep: int) -> None:
         """Remove versions beyond ``keep``, except those that a kept version builds on."""
@@ -497,66 +493,13 @@ class WeightFolder:
             kept |= self._find_chain(number)
         for number, path in newest_first:  # so a delta is removed before its base
             if number not in kept:
-                _remove(path)
+                remove_version(path)
 
     def _find_chain(self, number: int) -> set[int]:
         """Return a version and those that it builds on; none if one of them cannot be read."""
         with suppress(WeightSyncError):
             return {each.version for each in list_chain(self.out, read_version(self.out, number))}
         return set()
-
-
-def _remove(path: Path) -> None:
-    """Remove a version, which has its name until it is no longer complete."""
-    gone = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_REMOVED}")
-    with suppress(FileNotFoundError):  # another process has removed it
-        path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def plan_chains(out: Path, keep: str) -> RemovalPlan:
-    """Plan to remove chains of which a policy keeps no version, except for the newest chain.
-
-    Raises:
-        ConfigError, WeightSyncError: the policy is invalid; the record of a version was altered.
-    """
-    chains = [[info for _, info in chain] for chain in _list_chains(out)]
-    why = parse_policy(keep).keeps([info for chain in chains for info in chain], time.time())
-    stay = [chain for chain in chains if chain is chains[-1] or any(e.step in why for e in chain)]
-    kept = [(each, why.get(each.step, "its chain stays")) for chain in stay for each in chain]
-    removed = [each for chain in chains if chain not in stay for each in chain]
-    return RemovalPlan(tuple(kept), tuple(removed), newest={})
-
-
-def remove_chains(out: Path, plan: RemovalPlan) -> RemovalPlan:
-    """Remove the chains of a plan that no reader has open; return what became of them.
-
-    Of a chain the newest version goes first, so each version that is left can be rebuilt.
-    """
-    for path in out.glob(f".weight_v*{_REMOVED}"):  # of a removal that was killed
-        shutil.rmtree(path, ignore_errors=True)
-    removed: list[StepInfo] = []
-    for chain in _list_chains(out):
-        if all(info in plan.removed for _, info in chain):
-            with closing(LockFile(chain[0][0] / VERSION_FILE, os.O_RDWR)) as lock:
-                for folder, info in reversed(chain) if lock.try_acquire() else ():
-                    _remove(folder)
-                    removed.append(info)
-    why = "a FolderReader has its chain open"
-    spared = tuple((each, why) for each in plan.removed if each not in removed)
-    return replace(plan, removed=tuple(removed), spared=spared)
-
-
-def _list_chains(out: Path) -> list[list[tuple[Path, StepInfo]]]:
-    chains: list[list[tuple[Path, StepInfo]]] = []
-    for each in FolderReader(out).list_versions():
-        if each.base is None or not chains:
-            chains.append([])
-        files = {path.name: path.stat() for path in each.folder.iterdir()}
-        made_at, nbytes = files[VERSION_FILE].st_mtime, sum(f.st_size for f in files.values())
-        info = StepInfo(each.step, each.run, ("state_dict",), made_at, nbytes)
-        chains[-1].append((each.folder, info))
-    return chains
 
 
 def _encode_changes(old: Tensors, new: Tensors) -> dict[str, Change]:
