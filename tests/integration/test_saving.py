@@ -73,6 +73,7 @@ def test_a_save_is_a_flow_run_that_can_be_read_in_the_ui(
     assert timing.queue_s + timing.write_s + timing.commit_s > 0
     assert all(f"| {component} | `" in artifact.data for component in saved)
     assert f"trinity-sync report {root}" in artifact.data
+    assert run.empirical_policy.retries is None  # telling that there are none takes a call
     logged = until(lambda: [line for line in api.logs_of(run) if "committed in" in line], "the log")
     assert logged == [artifact.description]
 

@@ -12,6 +12,7 @@ import pytest
 from prefect.context import SettingsContext
 from prefect.flows import Flow
 from prefect.futures import PrefectFuture
+from prefect.server.schemas.actions import WorkPoolCreate
 from prefect.server.services import db_vacuum
 from prefect.tasks import Task
 from prefect.workers.base import BaseJobConfiguration, BaseWorker
@@ -19,6 +20,9 @@ from prefect.workers.base import BaseJobConfiguration, BaseWorker
 import trinity_sync
 from trinity_sync.errors import MissingPackageError, UnsupportedPrefectError
 from trinity_sync.orchestration import prefect_compat
+from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.stack.services import StackState, build_environment
 
 PROJECT = Path(trinity_sync.__file__).parents[1]
 MODULE = Path(prefect_compat.__file__)
@@ -131,3 +135,32 @@ def test_the_supported_versions_are_those_of_the_requirements_and_the_tests_run_
     assert f'"prefect{prefect_compat.SUPPORTED}",' in requirements
     specifiers = pytest.importorskip("packaging.specifiers")
     assert prefect.__version__ in specifiers.SpecifierSet(prefect_compat.SUPPORTED)
+
+
+def test_a_pool_has_no_variables_as_its_worker_runs_flows_in_no_infrastructure() -> None:
+    template = TrinitySyncWorker.get_default_base_job_template()
+    pool = WorkPoolCreate(name="any", type=TrinitySyncWorker.type, base_job_template=template)
+    # whose defaults the server would validate at each run
+    assert pool.base_job_template["variables"]["properties"] == {}
+
+
+LOGS = """
+import logging, sys
+from prefect.logging.configuration import setup_logging
+
+setup_logging()
+called = []
+sys.setprofile(lambda frame, *_: called.append(frame.f_globals.get("__name__", "")))
+named = {"flow_run_name": "one", "send_to_api": False}
+logging.getLogger("prefect.flow_runs").info("says %s", "it", extra=named)
+sys.setprofile(None)
+print(sum(name.startswith("rich.") for name in called))
+"""
+
+
+def test_a_log_file_of_the_stack_is_not_written_as_to_a_terminal(tmp_path: Path) -> None:
+    env = build_environment(Settings(home=tmp_path), StackSettings(), StackState())
+    command = [sys.executable, "-c", LOGS]
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    assert "INFO    | Flow run 'one' - says it" in done.stderr
+    assert done.stdout == "0\n"
