@@ -113,10 +113,13 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o666) -> int:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise
         raise UnsupportedOperation(error.errno, _IRREGULAR, os.fspath(path)) from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
         raise UnsupportedOperation(errno.ENXIO, _IRREGULAR, os.fspath(path))
-    return fd
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def open_no_follow(path: Path, mode: str = "rb") -> IO[bytes]:
@@ -124,10 +127,18 @@ def open_no_follow(path: Path, mode: str = "rb") -> IO[bytes]:
     return open(path, mode, opener=open_regular)
 
 
-def read_file(path: Path) -> bytes:
-    """Return the content of a record, which any user may have written; raises as `open_regular`."""
-    with open(open_regular(path, os.O_RDONLY), "rb") as file:
-        return file.read(min(os.fstat(file.fileno()).st_size, _MOST_BYTES))
+def read_file(path: Path, *, tries: int = 10) -> bytes:
+    """Return the content of a record, which any user may have written; raises as `open_regular`.
+
+    One that is replaced on NFS while it is read is stale, and is read again.
+    """
+    try:
+        with open_no_follow(path) as file:
+            return file.read(min(os.fstat(file.fileno()).st_size, _MOST_BYTES))
+    except OSError as error:
+        if error.errno != errno.ESTALE or tries == 1:
+            raise
+    return read_file(path, tries=tries - 1)
 
 
 @pinned

@@ -1,7 +1,14 @@
 """Records that several threads of a new process read for the first time."""
 
+import errno
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.fs.atomic import read_file
 
 THREADS_READ_NEW_TYPES = """
 import sys
@@ -46,3 +53,26 @@ def test_threads_that_read_the_first_record_of_a_type_do_not_crash_the_process()
         [sys.executable, "-c", THREADS_READ_NEW_TYPES], capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 0, f"{ran.returncode}: {ran.stderr}"
+
+
+@pytest.mark.parametrize("times", [2, 1000], ids=["for a moment", "for ever"])
+def test_a_record_that_is_replaced_on_nfs_while_it_is_opened_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """``make nfs`` meets it on a real one."""
+    path, real, stale = tmp_path / "record", os.fstat, [OSError(errno.ESTALE, "stale")] * times
+    path.write_bytes(b"new")
+
+    def fstat(fd: int) -> os.stat_result:
+        if stale and Path(f"/proc/self/fd/{fd}").resolve() == path:
+            raise stale.pop()
+        return real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        if times == 2:
+            assert read_file(path) == b"new"
+        else:
+            with pytest.raises(OSError, match="stale"):
+                read_file(path)
+    assert path not in [each.resolve() for each in Path("/proc/self/fd").iterdir()]
