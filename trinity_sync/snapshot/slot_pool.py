@@ -13,6 +13,7 @@ than half of the time between saves, or readers have the first. It gives back sl
 without, and while memory is short all that is committed and that no reader can want.
 """
 
+import atexit
 import itertools
 import logging
 import math
@@ -359,6 +360,7 @@ class SlotMemory:
         """Images of its component that were filled since a slot was needed."""
         self._was_short = self._is_stalled = self._is_closed = False
         self._start_over()
+        _living.add(self)
 
     def _start_over(self) -> None:
         """Make what a thread needs; a forked child has none, and the locks of its parent's."""
@@ -413,6 +415,8 @@ class SlotMemory:
             self._thread.join()
 
     def _begin(self, works: Iterable[Callable[[Ended], None]]) -> None:
+        if self._is_closed:
+            return
         self._works.extend(works)
         if self._ended.is_set():
             self._ended = threading.Event()
@@ -500,6 +504,16 @@ class SlotMemory:
                 finally:
                     slot.unlock()
         return nbytes
+
+
+_living: "weakref.WeakSet[SlotMemory]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the threads before Python does: one that is in torch then would abort the process."""
+    for memory in [*_living]:
+        memory.close()
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import gc
 import logging
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -315,3 +317,28 @@ def test_near_a_memory_limit_what_is_committed_is_given_back_and_a_version_stays
     said = Program(GROWING, group, job.root, job.spool.folder.parent).end(timeout=WAIT_S)
     assert "bytes of shared memory, because the memory limit of" in said
     assert "actor 0\nreference 66\n" in said
+
+
+ENDS = """
+import sys, threading, torch
+from pathlib import Path
+from trinity_sync.snapshot.slot import Slot
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.stager import Stager
+begun = threading.Event()
+def touch(self, nbytes, ended):
+    while not ended():
+        torch.empty(1).split(1)  # without the GIL for a moment
+        begun.set()
+Slot.touch = touch
+stager = Stager(JobSpool(Path(sys.argv[1])))
+stager.prewarm(lambda: [("actor", "model", 0, 1 << 20)])
+begun.wait()
+"""
+
+
+def test_a_program_that_closes_nothing_ends_without_an_abort_of_torch(job: Job) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, job.spool.folder], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
