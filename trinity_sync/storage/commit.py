@@ -65,12 +65,7 @@ from trinity_sync.storage.manifest import (
     write_manifest_into,
 )
 from trinity_sync.storage.metrics import add_metrics, read_metrics
-from trinity_sync.storage.persist import (
-    digest_content,
-    parse_image_name,
-    read_file_identity,
-    unpack_image,
-)
+from trinity_sync.storage.persist import digest_content, parse_image_name, unpack_image
 from trinity_sync.storage.placement import describe_ranks
 from trinity_sync.storage.replace import (
     clear_displaced_step,
@@ -450,7 +445,8 @@ def remove_uncommitted(save: SaveId, written: Sequence[Written]) -> None:
             paths = {file.record.path for file in written if file.temporary}.difference(committed)
             for path in map(save.folder.joinpath, paths):
                 with pin_folder(path.parent) as folder, suppress(FileNotFoundError):
-                    if read_file_identity(folder / path.name) in own:
+                    found = (folder / path.name).lstat()
+                    if (found.st_ino, found.st_mtime_ns) in own:
                         (folder / path.name).unlink()
 
 
