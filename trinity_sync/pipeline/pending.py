@@ -48,10 +48,10 @@ def find_pending_saves(
     Within ``grace_s``, the trainer may still request the run of a sealed image itself. The process
     of a commit releases its slots within ``settle_s`` more. What waits for its root is left out.
     """
-    before = clock() - grace_s
+    before, ahead = clock() - grace_s, clock() + GRACE_S  # later: the clock was set back
     found: dict[str, SaveRequest] = {}
     try:
-        for request, images, path in _list_waiting(job, before):
+        for request, images, path in _list_waiting(job, before, ahead):
             try:
                 manifest = _read_commit(job, request)
             except SupersededError as error:
@@ -66,7 +66,8 @@ def find_pending_saves(
                 warn_once(str(error))
                 continue
             held = [each for each in images if manifest and each.ticket.image in manifest.images]
-            if manifest and (held or path) and manifest.committed_at < before - settle_s:
+            settled = manifest and not before - settle_s <= manifest.committed_at <= ahead
+            if manifest and (held or path) and settled:
                 _finish_commit(job, request, manifest, held)
             # also what was submitted after the commit, whose process is told how that ends
             rest, now = [each for each in images if each not in held], time.monotonic()
@@ -103,11 +104,11 @@ def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
 
 
 def _list_waiting(
-    job: JobSpool, before: float
+    job: JobSpool, before: float, ahead: float
 ) -> Iterator[tuple[SaveRequest, list[SealedImage], Path | None]]:
     """Yield the saves that wait, with their images, or the file of a request of functions.
 
-    Such a file is from before ``before``, in seconds since the epoch.
+    Such a file is from before ``before`` or after ``ahead``, in seconds since the epoch.
     """
     sealed, bad = job.tickets()
     for error in bad:
@@ -119,7 +120,7 @@ def _list_waiting(
         yield _make_request(images), images, None
     for path in list_requests(job):
         try:
-            if path.stat().st_mtime < before:
+            if not before <= path.stat().st_mtime <= ahead:
                 yield SaveRequest.model_validate_json(path.read_bytes()), [], path
         except FileNotFoundError:
             continue  # it has just ended

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -219,6 +220,16 @@ def test_a_save_of_functions_alone_is_requested_for_a_trainer_that_died_and_its_
     assert read_latest_pointer(job.root, "checkpoint") == 5
     assert mark(job, 5).exists()
     assert not list(job.spool.receipts.iterdir())
+
+
+def test_no_save_waits_for_a_clock_that_was_set_back(job: Job, spool_folder: Path) -> None:
+    earlier = time.time() - 3600
+    save_by_a_function_and_die(job, spool_folder)
+    (request,) = find_orphaned_saves(spool_folder, grace_s=2, clock=lambda: earlier)
+    commit_functions(request)
+    (job.root / "latest_checkpointed_iteration.txt").unlink()  # as if it had died
+    assert find_orphaned_saves(spool_folder, grace_s=2, clock=lambda: earlier) == []
+    assert read_latest_pointer(job.root, "checkpoint") == 5
 
 
 def test_a_save_of_functions_that_failed_is_not_asked_for_again(
