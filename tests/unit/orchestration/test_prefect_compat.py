@@ -150,17 +150,28 @@ from prefect.logging.configuration import setup_logging
 
 setup_logging()
 called = []
-sys.setprofile(lambda frame, *_: called.append(frame.f_globals.get("__name__", "")))
+sys.setprofile(lambda frame, *_: called.append(frame.f_code.co_name))
 named = {"flow_run_name": "one", "send_to_api": False}
 logging.getLogger("prefect.flow_runs").info("says %s", "it", extra=named)
 sys.setprofile(None)
-print(sum(name.startswith("rich.") for name in called))
+print(called.count("highlight_regex"))
 """
 
 
-def test_a_log_file_of_the_stack_is_not_written_as_to_a_terminal(tmp_path: Path) -> None:
-    env = build_environment(Settings(home=tmp_path), StackSettings(), StackState())
+def log_as_the_stack(home: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    env = build_environment(Settings(home=home), StackSettings(), StackState()) | variables
     command = [sys.executable, "-c", LOGS]
-    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+
+
+def test_a_log_file_is_not_searched_for_what_a_terminal_would_color(tmp_path: Path) -> None:
+    done = log_as_the_stack(tmp_path)
     assert "INFO    | Flow run 'one' - says it" in done.stderr
     assert done.stdout == "0\n"
+
+
+def test_a_user_may_have_other_handlers_of_logs(tmp_path: Path) -> None:
+    own = tmp_path / "logging.yml"
+    handlers = "handlers: {console: {class: logging.StreamHandler}}"
+    own.write_text(f"version: 1\n{handlers}\nroot: {{level: INFO, handlers: [console]}}\n")
+    assert "says it" in log_as_the_stack(tmp_path, PREFECT_LOGGING_SETTINGS_PATH=str(own)).stderr
