@@ -49,6 +49,8 @@ def quick(run: "Run") -> Iterator[str]:
     first = replace(make_case(small.size, FIRST, turns=3), name="first save, 0.25 GiB")
     yield first.name
     run.first(first)
+    yield "small tensors"
+    run.small_tensors(30_000, runs=3)
 
 
 def full(run: "Run") -> Iterator[str]:
@@ -89,6 +91,8 @@ def full(run: "Run") -> Iterator[str]:
         run.case(case, held)
     yield "layout"
     run.fixed_cost(Size(1 << 28, 3000), TURNS)
+    yield "small tensors"
+    run.small_tensors(30_000, TURNS)
     first = replace(make_case(middle, FIRST), name="first save, 1 GiB")
     yield first.name
     run.first(first)

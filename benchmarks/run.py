@@ -116,6 +116,15 @@ class Run:
         samples = self.on_ranks(1, "benchmarks.layout:fixed_cost", size, runs)
         self.records += records_of(f"layout, {size.tensors} tensors", size, samples)
 
+    def small_tensors(self, tensors: int, runs: int) -> None:
+        """Measure the stall of a save of tensors of 4 KiB."""
+        from benchmarks.measure import records_of
+        from benchmarks.training import Size
+
+        samples = self.on_ranks(1, "benchmarks.layout:small_tensors", tensors, runs)
+        size = Size(tensors << 12, tensors)
+        self.records += records_of(f"{tensors:,} tensors of 4 KiB", size, samples)
+
     def first(self, case: "Case") -> None:
         """Measure the first save of a process, each time in a new one."""
         from benchmarks.cases import shuffled

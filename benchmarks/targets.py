@@ -22,6 +22,7 @@ DCP_LARGE = tuple(f"4 GB, 300 tensors, 2 ranks, DCP {peer}" for peer in ("proces
 DRIVERS = f"{GIB}, both drivers"
 WITH_SAVER = f"{GIB}, with the saver"
 SAVER_ALONE = "saver alone, next to no bytes"
+STACK_ALONE = "stack, next to no bytes"
 LAYOUT = "layout, 3000 tensors"
 MEMORY = "memory, 1 GiB"
 OURS = "trinity_sync"
@@ -111,6 +112,8 @@ def targets() -> Iterator[Target]:
     read, filled, least = (
         (RESTORE, name, "restore") for name in ("raw read", IN_PLACE, "best peer")
     )
+    loaded, in_place = ((RESTORE, name, "restore") for name in (OURS, "DCP async, process"))
+    yield Target("load from disk / DCP's load in place", 1.1, loaded, in_place)
     yield Target("load_into from disk / raw read", 1.15, filled, read)
     yield Target("load_into from disk / best peer's", 0.8, filled, least)
     memcpy, memory = ((RESTORE, name, "restore from memory") for name in ("warm memcpy", IN_PLACE))
