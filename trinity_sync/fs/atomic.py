@@ -133,7 +133,7 @@ def read_file(path: Path, *, tries: int = 10) -> bytes:
     One that is replaced on NFS while it is read is stale, and is read again.
     """
     try:
-        with open_no_follow(path) as file:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
             return file.read(min(os.fstat(file.fileno()).st_size, _MOST_BYTES))
     except OSError as error:
         if error.errno != errno.ESTALE or tries == 1:
