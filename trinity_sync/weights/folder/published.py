@@ -28,7 +28,7 @@ import torch
 import xxhash
 
 from trinity_sync.errors import DeltaError, WeightSyncError
-from trinity_sync.fs.atomic import make_temporary_path, read_uncached
+from trinity_sync.fs.atomic import list_paths, make_temporary_path, read_uncached
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.records import Count, Record, decode_record
 from trinity_sync.retention.policies import StepInfo, parse_policy
@@ -162,7 +162,7 @@ def remove_chains(out: Path, plan: RemovalPlan) -> RemovalPlan:
 
     Of a chain the newest version goes first, so each version that is left can be rebuilt.
     """
-    for path in out.glob(".weight_v*.removed.*"):  # of a removal that was killed
+    for path in list_paths(out, ".weight_v*.removed.*"):  # of a removal that was killed
         shutil.rmtree(path, ignore_errors=True)
     removed: list[StepInfo] = []
     for chain in _list_chains(out):
