@@ -49,7 +49,7 @@ smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 m
 	$(STACK)/bin/trinity-sync down --yes
 
 test: $(READY) ## the tests, on real parts, three files at a time; not those marked slow or upstream
-	@echo "3,900 tests on real Prefect servers, Ray nodes and ranks: some 15 minutes on two idle cores. Files run three at a time; what was skipped is listed at the end, with the reason."
+	@echo "3,800 tests on real Prefect servers, Ray nodes and ranks: some 15 minutes on two idle cores. Files run three at a time; what was skipped is listed at the end, with the reason."
 	$(BIN)/python -m pytest -m "$(or $(MARKED),not slow and not upstream)" --numprocesses $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder
 
 unit models integration faults e2e: $(READY) ## one suite of the tests, with what is slow; unit needs no server
