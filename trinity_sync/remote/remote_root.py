@@ -386,18 +386,18 @@ class Remote:
                 f"instead of {nbytes:,}; repeat the upload"
             )
 
-    def copy_file(self, step: int, name: str, to: str) -> bool:
-        """Copy a file of a step within the remote; return False if it cannot copy files."""
-        source, target = self._path(step, name), self._path(step, to)
-        with self._translate_errors(f"copy {name} of step {step} in"):
+    def copy_file(self, source: tuple[int, str], step: int, name: str) -> bool:
+        """Copy a file of a step, here, to one of another; return False if no file can be copied."""
+        there, target = self._path(*source), self._path(step, name)
+        with self._translate_errors(f"copy {source[1]} of step {source[0]} in"):
             if self.folder:
                 make_folder(Path(target).parent)
                 Path(target).unlink(missing_ok=True)
-                link_or_copy(Path(source), Path(target))
+                link_or_copy(Path(there), Path(target))
                 sync_file(Path(target))
                 return True
             try:
-                self._fs.cp_file(source, target)
+                self._fs.cp_file(there, target)
             except NotImplementedError:
                 return False
         return True

@@ -32,6 +32,7 @@ from trinity_sync.errors import (
     ManifestError,
     RemoteError,
     SupersededError,
+    TrinitySyncError,
 )
 from trinity_sync.fs.atomic import open_no_follow
 from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
@@ -39,8 +40,15 @@ from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.remote.remote_root import CHUNK, Remote
 from trinity_sync.snapshot.identity import JobIdentity, open_identity, read_identity
+from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.job_settings import read_required_remote
-from trinity_sync.storage.manifest import FileRecord, Manifest, encode_manifest, group_equal
+from trinity_sync.storage.manifest import (
+    FileRecord,
+    Manifest,
+    encode_manifest,
+    group_equal,
+    read_manifest,
+)
 from trinity_sync.storage.runs import FETCHED, list_runs
 from trinity_sync.storage.steps_in_use import lease_to_read
 
@@ -58,7 +66,7 @@ class Replicated:
     uploaded: int
     """Number of files that were uploaded; the others were there."""
     nbytes: int
-    """Bytes of those files; of equal files of the step, which the remote copies, those of one."""
+    """Bytes of those files that were sent; equal and unchanged ones are copied by the remote."""
     seconds: float
 
 
@@ -91,6 +99,7 @@ def replicate(
         manifest = held.enter_context(lease_to_read(root, step, f"replicate to {remote.url}"))
         _claim_run(Path(root), remote, manifest)
         before, missing = _list_missing(remote, manifest)
+        earlier = _find_unchanged(root, remote, step, missing)
         total = sum(record.nbytes for record in missing)
 
         def on_sent(nbytes: int) -> None:
@@ -102,7 +111,8 @@ def replicate(
                 if remote.is_uploaded(step, record):
                     on_sent(record.nbytes)
                     continue
-                if record is not first and remote.copy_file(step, first.path, record.path):
+                source = (step, first.path) if record is not first else earlier.get(record.digest)
+                if source and _copy(remote, source, step, record):
                     on_sent(record.nbytes)
                     sent.append(0)
                 else:
@@ -124,6 +134,35 @@ def replicate(
             remote.remove_upload_records(step)
     seconds = time.perf_counter() - start
     return Replicated(remote.url, step, manifest.run, len(sent), sum(sent), seconds)
+
+
+def _find_unchanged(
+    root: str | Path, remote: Remote, step: int, missing: Sequence[FileRecord]
+) -> dict[str, tuple[int, str]]:
+    """Return step and path of files of the step before, in the remote, by the digests of missing.
+
+    No request is made if the root's step before has no such file, or only small ones.
+    """
+    wanted = {record.digest for record in missing if record.nbytes >= WORTHWHILE}
+    with suppress(TrinitySyncError):
+        before = max((each for each in steps_on_disk(root) if each < step), default=None)
+        here = before is not None and read_manifest(root, before)
+        if here and not wanted.isdisjoint(record.digest for record in here.files):
+            there = remote.read_manifest(here.step)
+            files = there.files if there else ()
+            return {each.digest: (here.step, each.path) for each in files if each.digest in wanted}
+    return {}
+
+
+def _copy(remote: Remote, source: tuple[int, str], step: int, record: FileRecord) -> bool:
+    """Copy a file within the remote, unless it is gone, or another one by now."""
+    with suppress(RemoteError):
+        return remote.copy_file(source, step, record.path) and not (
+            remote.folder
+            and source[0] != step  # a store has digests of its own
+            and remote.find_mismatch(step, record, lambda _: None)
+        )
+    return False
 
 
 def sending_lock(root: str | Path, url: str, what: str = "") -> Path:

@@ -34,7 +34,7 @@ from trinity_sync.retention.removal import Rules, carry_out, describe_steps, pla
 from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, read_latest_pointer
-from trinity_sync.storage.manifest import encode_manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, encode_manifest, read_manifest
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps_in_use import list_leases, pin, tag
@@ -168,6 +168,37 @@ def test_equal_files_of_a_step_are_sent_and_fetched_once(
         assert torch.equal(back["model"]["w"], state(min(rank, 1))["w"])
 
 
+def replicate_frozen(job: Job, url: str, step: int) -> int:
+    """Copy a step whose model is that of all others; return the bytes that were not sent."""
+    job.stage(step, {"model": {"w": torch.arange(300_000.0)}, "optim": state(step)})
+    nbytes = job.commit(step, "model", "optim").nbytes
+    return nbytes - replicate(job.root, url, step).nbytes
+
+
+def require_equal(url: str, manifest: Manifest) -> None:
+    for record in manifest.files:
+        assert Remote(url).find_mismatch(manifest.step, record, lambda _: None) == ""
+
+
+def test_a_file_that_has_not_changed_since_the_step_before_is_copied_by_the_remote(
+    job: Job, any_url: str
+) -> None:
+    assert replicate_frozen(job, any_url, 1) == 0
+    assert replicate_frozen(job, any_url, 2) > 1_200_000
+    Remote(any_url).remove_step(1)
+    require_equal(any_url, read_manifest(job.root, 2))
+    assert replicate_frozen(job, any_url, 3) > 1_200_000
+    Remote(any_url).remove_step(3)  # the next one finds it in no remote
+    assert replicate_frozen(job, any_url, 4) == 0
+
+
+def test_a_file_that_is_corrupted_in_the_remote_is_sent_again(job: Job, url: str) -> None:
+    replicate_frozen(job, url, 1)
+    flip_a_byte(Remote(url).folder / "global_step_1" / file_of(1), 100_000)
+    assert replicate_frozen(job, url, 2) == 0
+    require_equal(url, read_manifest(job.root, 2))
+
+
 def test_a_file_that_differs_now_is_not_written_into_the_one_that_it_equaled(
     job: Job, any_url: str
 ) -> None:
@@ -178,8 +209,7 @@ def test_a_file_that_differs_now_is_not_written_into_the_one_that_it_equaled(
             job.stage(4, {"model": state(value)}, rank=rank, run=run)
         manifest = job.commit(4, run=run)
         replicate(job.root, any_url, 4)
-        for record in manifest.files:
-            assert Remote(any_url).find_mismatch(4, record, lambda _: None) == ""
+        require_equal(any_url, manifest)
 
 
 KILLED = """
