@@ -460,4 +460,9 @@ def spool_folder() -> Iterator[Path]:
     """A folder in shared memory."""
     folder = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
     yield folder
+    # a training that has failed closes no coordinator, whose thread would make the folder again
+    slots = sys.modules.get("trinity_sync.snapshot.slot_pool")
+    for memory in [*slots._living] if slots else ():
+        if memory._folder.is_relative_to(folder):
+            memory.close()
     shutil.rmtree(folder)
