@@ -1,5 +1,6 @@
 """Jobs for tests: a root in a temporary folder, a spool in real shared memory."""
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -89,7 +90,7 @@ def group() -> Iterator[Path]:
     """A control group below that of this process, whose memory can be limited by `set_limit`."""
     for _, _, own in memory._list_groups():
         try:
-            (made := own / "trinity_sync-test").mkdir(exist_ok=True)
+            (made := own / f"trinity_sync-test-{os.getpid()}").mkdir()  # others have theirs
             set_limit(made, 1 << 40)
         except OSError:
             continue
