@@ -139,9 +139,15 @@ def find_run_of_step(root: str | Path, step: int) -> int:
 
 
 def write_metrics(
-    root: str | Path, run: int, step: int, metrics: Mapping[str, float], *, limit_s: float = WRITE_S
+    root: str | Path,
+    run: int,
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    limit_s: float = WRITE_S,
+    replaces: bool = True,
 ) -> None:
-    """Add to the metrics that a run recorded for a step.
+    """Add to the metrics that a run recorded for a step; ``replaces`` those of the same names.
 
     Raises:
         LockTimeoutError: other processes have held the lock for ``limit_s``.
@@ -149,7 +155,8 @@ def write_metrics(
     path = _file(root, step)
     with acquire_file_lock(path.parent / "lock", limit_s=limit_s):
         runs = _read(path)
-        runs[run] = {**runs.get(run, {}), **metrics}
+        recorded = runs.get(run, {})
+        runs[run] = {**recorded, **metrics} if replaces else {**metrics, **recorded}
         replace_file(path, encode_record(_Recorded(runs)))
 
 
@@ -162,14 +169,13 @@ def add_metrics(save: SaveId, metrics: Mapping[str, float]) -> None:
     """Add metrics to those that the run of a save has recorded for the step, which stay."""
     if metrics.keys() <= read_metrics(save.root, save.run, save.step).keys():
         return
-    path = _file(save.root, save.step)
     try:
-        with acquire_file_lock(path.parent / "lock", limit_s=WRITE_S):
-            runs = _read(path)
-            runs[save.run] = {**metrics, **runs.get(save.run, {})}
-            replace_file(path, encode_record(_Recorded(runs)))
+        write_metrics(save.root, save.run, save.step, metrics, replaces=False)
     except LockTimeoutError as error:
-        logger.warning("metrics %s of %s are not recorded: %s", sorted(metrics), save, error)
+        logger.warning(
+            "metrics %s of %s are not recorded: %s. Record them with trinity-sync metrics",
+            *(sorted(metrics), save, error),
+        )
 
 
 def remove_metrics(root: str | Path, step: int, run: int) -> None:
