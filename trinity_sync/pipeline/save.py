@@ -339,8 +339,8 @@ class SaverDriver(Driver):
             write_node_record(request, self._here, NodeRecord())
 
     async def _persist(self) -> None:
-        shares = list_shares(self.request, self._shards, commits=False)
-        with ThreadPoolExecutor(len(shares), "persist") as threads:
+        shares = list_shares(self.request, self._shards, commits=self.commits)
+        with ThreadPoolExecutor(len(shares) or 1, "persist") as threads:  # 0 of functions alone
             persisting = [threads.submit(self._persist_share, share) for share in shares]
         self._persisted += [each.result() for each in persisting if not each.exception()]
         for each in persisting:

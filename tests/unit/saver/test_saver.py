@@ -62,7 +62,7 @@ from trinity_sync.saver import Saver, WaitingSave
 from trinity_sync.saves import save_status
 from trinity_sync.saves.journal import read_entry
 from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
-from trinity_sync.storage.discovery import read_latest_pointer
+from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
@@ -478,13 +478,14 @@ def test_weights_that_are_submitted_after_their_checkpoint_has_committed_are_tol
 def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Settings) -> None:
     of_stack = settings.model_copy(update={"saver": "stack"})
     with CheckpointCoordinator(job.root, settings=of_stack) as saves:
-        saves.save_async("other", lambda: None, 3)
+        saves.save_sync(lambda: None, 3)  # it has ended by then
         asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
         (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
         saver = Saver(settings.spool, NodeWriting())
         assert saver._look()
         saves.wait_all(60)
     assert read_latest_pointer(job.root, "checkpoint") == 3
+    assert len(require_committed(job.root, 3).callables) == 1
 
 
 def test_a_save_by_functions_whose_request_has_vanished_has_failed(
