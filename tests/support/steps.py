@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.fs.direct_io import digest_cached_file
-from trinity_sync.layout import SERVES_AS, Kind, step_folder
+from trinity_sync.layout import ITERATION_FILES, SERVES_AS, Kind, step_folder
 from trinity_sync.retention.policies import StepInfo
-from trinity_sync.storage.discovery import advance_latest_pointer
+from trinity_sync.storage.discovery import latest_pointer_covers, read_latest_pointer
 from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
 
 MODEL = "actor/model_world_size_1_rank_0.pt"
@@ -45,7 +45,9 @@ def commit_files(
     write_manifest(root, manifest)
     if pointer:
         for served in SERVES_AS[kind]:
-            advance_latest_pointer(root, served, run, step)
+            named = read_latest_pointer(root, served)
+            if not latest_pointer_covers(root, served, run, step, named):
+                (root / ITERATION_FILES[served]).write_text(str(step))
     return folder
 
 

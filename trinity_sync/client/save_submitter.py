@@ -223,7 +223,7 @@ class SaveSubmitter:
             ConfigError: the save has failed, and its states were not submitted again.
         """
         run = self.run.get()
-        tickets = [sealed.ticket for sealed in self.spool.read_step(run.number, step)[0]]
+        tickets = [sealed.ticket for sealed in self.spool.read_step(run.number, step)]
         mine = [ticket for ticket in tickets if ticket.kind == kind]
         roles = mine[0].roles if mine else self.roles
         for role in roles:
@@ -242,7 +242,7 @@ class SaveSubmitter:
         else:
             save = self.watcher.find_attempt(save)
         request = self._request(save, list_components(mine), expected=expected)
-        write_request(self.spool, run.number, step, kind, request.model_dump_json())
+        write_request(self.spool, save, request.model_dump_json())
         self.monitored = {k: v for k, v in self.monitored.items() if k[0] == step}
         self.monitored[step, kind] = request.key
         self.run.note_saved(step, self.roles, kind)

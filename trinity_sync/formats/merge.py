@@ -41,12 +41,12 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.removal import make_step_info
 from trinity_sync.snapshot.identity import job_id, open_identity
 from trinity_sync.snapshot.image import lay_out
-from trinity_sync.storage.commit import update_latest_pointers
 from trinity_sync.storage.discovery import (
     list_newest_first,
     list_shards,
     read_manifest_state,
     require_unreplaced,
+    update_latest_pointers,
 )
 from trinity_sync.storage.manifest import FileHealth, FileRecord, Manifest, write_manifest_into
 from trinity_sync.storage.metrics import read_metrics

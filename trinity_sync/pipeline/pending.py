@@ -88,7 +88,7 @@ def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
     Raises:
         SaveError: none of its images is in memory any longer.
     """
-    images = [each for each in job.read_step(run, step)[0] if each.ticket.kind == kind]
+    images = [each for each in job.read_step(run, step) if each.ticket.kind == kind]
     if not images:
         raise SaveError(
             f"{kind} of step {step} (run {run}) has no image in {job.folder} any longer, so it "
@@ -161,6 +161,6 @@ def _finish_commit(
         for image in images:
             free_slot(image.slot, image.ticket.image, digests[image.ticket.image])
         if not images:
-            remove_statuses(job, request.run, request.step, request.kind)
+            remove_statuses(job, request.save)
     except (OSError, TrinitySyncError) as error:  # other saves are unaffected
         warn_once(f"{request.save} is committed, but cannot be finished: {error}")

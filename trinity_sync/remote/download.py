@@ -28,8 +28,7 @@ from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, check_root, step_folder
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import PARALLEL, join_remote
-from trinity_sync.storage.commit import update_latest_pointers
-from trinity_sync.storage.discovery import require_committed
+from trinity_sync.storage.discovery import require_committed, update_latest_pointers
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,

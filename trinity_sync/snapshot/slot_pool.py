@@ -161,7 +161,7 @@ class SlotPool:
         ``images`` are the random names of those that stay.
         """
         slots = {slot.path: slot for slots in self.slots.values() for slot in slots}
-        for sealed in self._spool.read_step(origin.run, origin.step)[0]:
+        for sealed in self._spool.read_step(origin.run, origin.step):
             ticket = sealed.ticket
             same = origin.is_of_step(ticket) and ticket.kind == origin.kind
             same = same and (ticket.role, ticket.rank) == (origin.role, origin.rank)

@@ -227,10 +227,9 @@ class JobSpool:
                 good.append(SealedImage(slot, ticket))
         return good, bad
 
-    def read_step(self, run: int, step: int) -> tuple[list[SealedImage], list[TicketError]]:
-        """Return the sealed images of a step, and the errors of all unreadable tickets."""
-        good, bad = self.tickets()
-        return [s for s in good if (s.ticket.run, s.ticket.step) == (run, step)], bad
+    def read_step(self, run: int, step: int) -> list[SealedImage]:
+        """Return the sealed images of a step; raises as `tickets`."""
+        return [s for s in self.tickets()[0] if (s.ticket.run, s.ticket.step) == (run, step)]
 
     def find_cached_slots(self, role: str, component: str, digest: str) -> Iterator[Path]:
         """Yield free slots whose records say that they still hold the file of this digest."""

@@ -29,14 +29,12 @@ from trinity_sync.errors import (
     SupersededError,
     TrinitySyncError,
 )
-from trinity_sync.fs.atomic import make_folder, pin_folder, remove_tree, replace_file, sync_folder
+from trinity_sync.fs.atomic import make_folder, pin_folder, remove_tree
 from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.layout import (
     FOLDERS,
-    FULL_CHECKPOINT_MARK,
     SERVES_AS,
     attaching_folder,
-    step_folder,
 )
 from trinity_sync.snapshot.identity import SaveId, explain_away, require_root
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
@@ -44,12 +42,11 @@ from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.dcp_folder import link_step
 from trinity_sync.storage.discovery import (
-    advance_latest_pointer,
     list_commits_before,
     list_files_of_run,
-    read_corruption,
     remove_mark,
     repair_latest_pointer,
+    update_latest_pointers,
 )
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import (
@@ -234,25 +231,6 @@ def finish_interrupted(save: SaveId) -> None:
             logger.info("%s", error)
         else:
             _update_pointers(save, manifest, lock)
-
-
-def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
-    """Mark a checkpoint as full and update the latest pointers. Call it under the commit lock.
-
-    They are not updated to a step that is corrupted.
-    """
-    folder = step_folder(root, manifest.step)
-    if manifest.serves("checkpoint"):
-        replace_file(folder / FULL_CHECKPOINT_MARK, "", sync=False)  # where it is a link, too
-    sync_folder(folder)
-    if corruption := read_corruption(root, manifest.step):
-        logger.error(
-            "Not updating the latest pointers to step %d in %s: the step is corrupted (%s)",
-            *(manifest.step, root, corruption),
-        )
-        return
-    for kind in manifest.kinds:
-        advance_latest_pointer(root, kind, manifest.run, manifest.step)
 
 
 def _update_pointers(save: SaveId, manifest: Manifest, lock: LockFile) -> None:
@@ -457,14 +435,14 @@ def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Writte
     """
     spool.note_commit(save)
     digests = {image: file.record.digest for file in written for image in file.record.images}
-    for sealed in spool.read_step(save.run, save.step)[0]:
+    for sealed in spool.read_step(save.run, save.step):
         if sealed.ticket.kind not in SERVES_AS[save.kind]:
             continue  # it belongs to the checkpoint, even if it shares the image of the sync
         if sealed.ticket.image in digests:
             free_slot(sealed.slot, sealed.ticket.image, digests[sealed.ticket.image])
         elif save.owns(sealed.ticket):
             resolve_late_image(save, sealed)
-    remove_statuses(spool, save.run, save.step, save.kind)
+    remove_statuses(spool, save)
 
 
 def resolve_late_image(save: SaveId, sealed: SealedImage) -> None:

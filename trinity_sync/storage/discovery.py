@@ -32,6 +32,7 @@ from trinity_sync.fs.atomic import read_file, read_uncached, replace_file, sync_
 from trinity_sync.fs.records import Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import (
     CORRUPTION_MARK,
+    FULL_CHECKPOINT_MARK,
     ITERATION_FILES,
     KINDS,
     MANIFEST,
@@ -478,14 +479,28 @@ def warn_of_other_step(root: str | Path, step: int) -> None:
         )
 
 
-def advance_latest_pointer(root: str | Path, kind: Kind, run: int, step: int) -> None:
-    """Update a latest pointer to a committed step, unless it names a newer step."""
-    path, current = Path(root) / ITERATION_FILES[kind], read_latest_pointer(root, kind)
-    if latest_pointer_covers(root, kind, run, step, current):
+def update_latest_pointers(root: str | Path, manifest: Manifest) -> None:
+    """Mark a checkpoint as full, and update the latest pointers that name no newer step.
+
+    They are not updated to a step that is corrupted. Call it under the commit lock.
+    """
+    folder = step_folder(root, manifest.step)
+    if manifest.serves("checkpoint"):
+        replace_file(folder / FULL_CHECKPOINT_MARK, "", sync=False)  # where it is a link, too
+    sync_folder(folder)
+    if corruption := read_corruption(root, manifest.step):
+        logger.error(
+            "Not updating the latest pointers to step %d in %s: the step is corrupted (%s)",
+            *(manifest.step, root, corruption),
+        )
         return
-    if current is None and path.exists():
-        logger.warning("latest pointer %s was empty or torn; writing it again", path)
-    replace_file(path, str(step))
+    for kind in manifest.kinds:
+        path, current = Path(root) / ITERATION_FILES[kind], read_latest_pointer(root, kind)
+        if latest_pointer_covers(root, kind, manifest.run, manifest.step, current):
+            continue
+        if current is None and path.exists():
+            logger.warning("latest pointer %s was empty or torn; writing it again", path)
+        replace_file(path, str(manifest.step))
 
 
 def repair_latest_pointer(

@@ -103,20 +103,20 @@ def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> 
     return any(status.state == "started" for status in statuses)
 
 
-def remove_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
+def remove_statuses(spool: JobSpool, save: SaveId) -> None:
     """Remove the statuses of a save whose commit lists them, and its request."""
-    for path in list_paths(spool.receipts, f"{run}.{step}.{kind}.*.json"):
+    for path in list_paths(spool.receipts, f"{save.run}.{save.step}.{save.kind}.*.json"):
         path.unlink(missing_ok=True)
 
 
-def write_request(spool: JobSpool, run: int, step: int, kind: Kind, request: str) -> None:
+def write_request(spool: JobSpool, save: SaveId, request: str) -> None:
     """Keep the request (JSON) of a save of functions until its flow run has ended."""
-    _replace(spool, _request_path(spool, run, step, kind), request)
+    _replace(spool, _request_path(spool, save), request)
 
 
 def has_request(spool: JobSpool, save: SaveId) -> bool:
     """Return whether the request of a save of functions waits."""
-    return _request_path(spool, save.run, save.step, save.kind).exists()
+    return _request_path(spool, save).exists()
 
 
 def list_requests(spool: JobSpool) -> list[Path]:
@@ -124,9 +124,9 @@ def list_requests(spool: JobSpool) -> list[Path]:
     return list_paths(spool.receipts, "*.request.json")
 
 
-def remove_request(spool: JobSpool, run: int, step: int, kind: Kind) -> None:
+def remove_request(spool: JobSpool, save: SaveId) -> None:
     """Remove the request of a save that failed; the statuses stay for a retry."""
-    _request_path(spool, run, step, kind).unlink(missing_ok=True)
+    _request_path(spool, save).unlink(missing_ok=True)
 
 
 def _replace(spool: JobSpool, path: Path, content: str) -> None:
@@ -135,8 +135,8 @@ def _replace(spool: JobSpool, path: Path, content: str) -> None:
     replace_file(path, content, sync=False)
 
 
-def _request_path(spool: JobSpool, run: int, step: int, kind: Kind) -> Path:
-    return spool.receipts / f"{run}.{step}.{kind}.request.json"
+def _request_path(spool: JobSpool, save: SaveId) -> Path:
+    return spool.receipts / f"{save.run}.{save.step}.{save.kind}.request.json"
 
 
 def _path(spool: JobSpool, status: CallableStatus) -> Path:

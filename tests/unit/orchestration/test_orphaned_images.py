@@ -62,7 +62,7 @@ def test_a_step_that_another_release_has_committed_is_in_the_way_of_no_other_sav
     other.write_text(add_digest('{"format": 9999, "run": 1}'))
     for step in (1, 2):
         if of_functions:
-            write_request(job.spool, 1, step, "checkpoint", job.request(step).model_dump_json())
+            write_request(job.spool, job.request(step).save, job.request(step).model_dump_json())
         else:
             job.stage(step, {"model": {"w": torch.ones(3)}})
     assert find_orphaned_steps(job) == [2]
