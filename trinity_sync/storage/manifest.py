@@ -64,11 +64,6 @@ _REMOVED = re.compile(r"\.nfs[0-9a-f]{24}")
 _Magnitude = Annotated[float, msgspec.Meta(ge=0)]
 
 
-def is_looked_into(component: str, path: str) -> bool:
-    """Return whether the values of a file are looked at."""
-    return component in COMPARED and path.endswith((".pt", DISTCP))
-
-
 @dataclass(frozen=True)
 class FileHealth:
     """The floating-point values of a file."""
@@ -227,17 +222,6 @@ class _Part(Record):
     run: Count
     step: Count
     files: tuple[FileRecord, ...]
-
-
-def write_parts(
-    folder: Path, run: int, step: int, files: Collection[FileRecord]
-) -> tuple[ManifestPart, ...]:
-    """Write the parts of a manifest that is written next, durably; none if the files are few."""
-    if len(files) <= PART_FILES:
-        return ()
-    ordered = sorted(files, key=lambda record: (record.rank, record.path))
-    cuts = range(0, len(ordered), PART_FILES)
-    return tuple(_write_part(folder, run, step, ordered[cut : cut + PART_FILES]) for cut in cuts)
 
 
 def _write_part(folder: Path, run: int, step: int, files: Sequence[FileRecord]) -> ManifestPart:
@@ -475,8 +459,12 @@ def write_manifest(root: str | Path, manifest: Manifest) -> None:
 def write_manifest_into(folder: Path, manifest: Manifest) -> None:
     """Write a manifest into a folder that is to become a step's, atomically and durably."""
     assert not manifest.parts, "files of other ranks would be lost"
-    parts = write_parts(folder, manifest.run, manifest.step, manifest.files)
-    files = () if parts else _by_path(manifest.files)
+    files, parts = _by_path(manifest.files), tuple[ManifestPart, ...]()
+    if len(files) > PART_FILES:
+        by_rank = sorted(files, key=lambda record: record.rank)
+        cuts = [by_rank[cut : cut + PART_FILES] for cut in range(0, len(files), PART_FILES)]
+        files = ()
+        parts = tuple(_write_part(folder, manifest.run, manifest.step, cut) for cut in cuts)
     content = encode_manifest(replace(manifest, files=files, parts=parts))
     replace_file(folder / MANIFEST, content, mode=0o644)  # what it requests is this user's alone
     _remove_other_parts(folder, parts)

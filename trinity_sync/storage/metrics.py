@@ -167,7 +167,7 @@ def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
 
 def add_metrics(save: SaveId, metrics: Mapping[str, float]) -> None:
     """Add metrics to those that the run of a save has recorded for the step, which stay."""
-    if metrics.keys() <= read_metrics(save.root, save.run, save.step).keys():
+    if not metrics or metrics.keys() <= read_metrics(save.root, save.run, save.step).keys():
         return
     try:
         write_metrics(save.root, save.run, save.step, metrics, replaces=False)

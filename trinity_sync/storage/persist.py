@@ -65,10 +65,10 @@ from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_spares
 from trinity_sync.storage.discovery import list_commits_before
 from trinity_sync.storage.manifest import (
+    COMPARED,
     DISTCP,
     FileHealth,
     FileRecord,
-    is_looked_into,
     read_run_manifest,
     sum_up_health,
 )
@@ -404,7 +404,7 @@ def _link_replicas(
 
 def _scan(ticket: Ticket, content: memoryview) -> "ValueScan | None":
     """Return what looks at the values of an image; None for one that is not looked into."""
-    if not is_looked_into(ticket.component, ticket.path):
+    if ticket.component not in COMPARED or not ticket.path.endswith((".pt", DISTCP)):
         return None
     from trinity_sync.tensors.health import ValueScan  # imports NumPy, for those who write
 

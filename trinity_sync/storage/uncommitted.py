@@ -140,7 +140,7 @@ def gather_images(
         with suppress(ManifestError, OSError):  # read again the next time
             found_now = manifests.get()
             manifest = found_now if found_now and found_now.run == save.run else None
-        overdue = clock() >= deadline or end.is_over()
+        overdue = clock() >= deadline or (not is_first and end.is_over())
         found = _select(shards, save, component, sealed, manifest, overdue)
         if not found.missing:
             return found.images, found.committed
