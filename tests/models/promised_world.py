@@ -27,7 +27,7 @@ from trinity_sync.client.participant import STATE, Participant
 from trinity_sync.errors import CommitError, ConfigError, RootInUseError, WeightSyncError
 from trinity_sync.remote.download import fetch
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.job_settings import read_required_remote
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.steps_in_use import Lease
 from trinity_sync.weights.folder.reader import FolderReader
 from trinity_sync.weights.folder.writer import WeightFolder
@@ -140,7 +140,7 @@ class World:
         """Begin a job at a root, which may have steps, and start its training."""
         observer = self.coordinator(root)
         self.job = Job(root, next(self.numbers), observer, **has)
-        self.job.has_remote = bool(read_required_remote(root))
+        self.job.has_remote = bool(read_job_settings(root).required_remote)
         self.jobs = [each for each in self.jobs if each.root != root] + [self.job]
         self.start("A", loads, 0, config=False, syncs=False, saves=saves, keep=0)
         if saves and self.a_remote:

@@ -50,7 +50,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.job_settings import (
     is_replicated,
-    read_required_remote,
+    read_job_settings,
     record_replicated,
     write_job_settings,
 )
@@ -128,7 +128,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
                 mark, lambda: (read_corruption(root, 1), str(read_corruption(root, 1)))[0]
             ),
             "metrics": Kind(private / "metrics/1.json", lambda: read_metrics(root, 1, 1)),
-            "job": Kind(private / "job.json", lambda: read_required_remote(root), (CommitError,)),
+            "job": Kind(private / "job.json", lambda: read_job_settings(root), (CommitError,)),
             "stored": Kind(private / "stored/1.json", lambda: is_replicated(root, manifest)),
             "owner": Kind(job.spool.folder / "job.json", job.spool.read_root),
         }

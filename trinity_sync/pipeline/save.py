@@ -347,7 +347,9 @@ class SaverDriver(Driver):
             each.result()
         self._has_persisted = True
         if self._here and self._together:
-            write_node_record(self.request, self._here, NodeRecord.of(self._persisted))
+            written = tuple(file for each in self._persisted for file in each.written)
+            statuses = tuple(each for one in self._persisted for each in one.statuses)
+            write_node_record(self.request, self._here, NodeRecord(True, written, statuses))
 
     def _persist_share(self, share: Share) -> Persisted:
         call = partial(persist_share, self.request, share, self._shards, self._writing)

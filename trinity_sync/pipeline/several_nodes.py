@@ -47,12 +47,6 @@ class NodeRecord(Record):
     statuses: tuple[CallableStatus, ...] = ()
     error: str = ""
 
-    @classmethod
-    def of(cls, persisted: Sequence[Persisted]) -> "NodeRecord":
-        """Return the record of a node that has persisted everything."""
-        written = tuple(file for each in persisted for file in each.written)
-        return cls(True, written, tuple(each for one in persisted for each in one.statuses))
-
 
 def find_node(request: SaveRequest, nodes: Sequence[NodeShards], spool: Path, name: str) -> int:
     """Return which of the nodes of a save this node is, by the job's spool and the node's name.

@@ -41,7 +41,7 @@ from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, steps_on_
 from trinity_sync.remote.remote_root import CHUNK, Remote
 from trinity_sync.snapshot.identity import JobIdentity, open_identity, read_identity
 from trinity_sync.storage.block_reuse import WORTHWHILE
-from trinity_sync.storage.job_settings import read_required_remote
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -269,7 +269,7 @@ def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
     A start with a required remote fetches what other machines have sent, so `required` compares the
     run of the step alone.
     """
-    if read_required_remote(root) == remote.url:
+    if read_job_settings(root).required_remote == remote.url:
         return
     mine = {run.number: run for run in list_runs(root) if not run.key.startswith(FETCHED)}
     if manifest.run in mine:

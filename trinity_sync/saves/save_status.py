@@ -27,7 +27,7 @@ from trinity_sync.storage.discovery import (
     latest_pointer_covers,
     read_latest_pointer,
 )
-from trinity_sync.storage.job_settings import is_replicated, read_required_remote
+from trinity_sync.storage.job_settings import is_replicated, read_job_settings
 from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded
 from trinity_sync.storage.save_functions import read_statuses, remove_request
@@ -212,7 +212,7 @@ class PendingSave:
         if status == "not exported":
             return "exported, but is committed"
         if status == "not replicated":
-            if remote := read_required_remote(self.request.root):
+            if remote := read_job_settings(self.request.root).required_remote:
                 return f"brought to {remote}, and is committed in the root only"
             return "named by the latest pointers, but is committed"
         return "committed"

@@ -28,7 +28,7 @@ from trinity_sync.storage.discovery import (
 from trinity_sync.storage.job_settings import (
     find_settings_problem,
     needs_replication,
-    read_required_remote,
+    read_job_settings,
 )
 from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.runs import find_newest_run, list_runs
@@ -124,7 +124,7 @@ def _check_required_remote(root: Path) -> Iterator[Check]:
     try:
         if problem := find_settings_problem(root):
             yield Check("settings", "fail", problem, "set them again; saves go on until then")
-        if not (url := read_required_remote(root)):
+        if not (url := read_job_settings(root).required_remote):
             return
         from trinity_sync.remote.remote_root import Remote
 

@@ -212,11 +212,6 @@ class _Stored(Record):
     kinds: tuple[Kind, ...]
 
 
-def read_required_remote(root: str | Path) -> str:
-    """Return the URL of the remote that a root requires; empty if it requires none."""
-    return read_job_settings(root).required_remote
-
-
 def record_replicated(root: str | Path, url: str, manifest: Manifest) -> None:
     """Record that the remote at ``url`` has a step."""
     path = _record_path(root, manifest.step)
@@ -229,7 +224,7 @@ def is_replicated(root: str | Path, manifest: Manifest, url: str | None = None) 
 
     ``url`` is that of the required remote by default.
     """
-    url = read_required_remote(root) if url is None else url
+    url = read_job_settings(root).required_remote if url is None else url
     if not url or not manifest.serves("checkpoint"):
         return True
     record = read_record(_Stored, _record_path(root, manifest.step), read_uncached)

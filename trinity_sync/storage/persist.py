@@ -155,16 +155,28 @@ def persist(
 
 @contextmanager
 def _lock_content(save: SaveId, sealed: SealedImage) -> Iterator[memoryview]:
-    """Yield the bytes of an image under its locks, after a check that it is still the same."""
+    """Yield the bytes of an image under its locks, after a check that they are all there still."""
+    ticket = sealed.ticket
+    evicted = EvictedError(
+        f"{save}: the image of {ticket.what} was evicted for a later step and can no longer be "
+        "saved. Do not retry it."
+    )
     try:
         with lock_image(sealed.slot), lock_slot(sealed.slot) as content:
-            _check(save, sealed, content)
-            yield content[: sealed.ticket.nbytes]
+            now = read_ticket(sealed.slot)
+            if now is None or now.image != ticket.image:
+                raise evicted
+            if len(content) < ticket.nbytes:
+                raise ImageError(
+                    f"{save}: the image of {ticket.what} in {sealed.slot} is truncated: "
+                    f"{len(content):,} of {ticket.nbytes:,} bytes. It cannot be saved; later saves "
+                    "are unaffected."
+                )
+            yield content[: ticket.nbytes]
     except FileNotFoundError as error:
         if sealed.slot.exists():
-            raise _make_evicted_error(save, sealed.ticket) from error
-        what = sealed.ticket.what
-        raise ImageError(f"{save}: the image of {what} is missing in the spool") from error
+            raise evicted from error
+        raise ImageError(f"{save}: the image of {ticket.what} is missing in the spool") from error
 
 
 def _write(
@@ -192,26 +204,6 @@ def _write(
             path=Path(error.filename or save.folder),
             rank=ticket.rank,
         ) from error
-
-
-def _check(save: SaveId, sealed: SealedImage, content: memoryview) -> None:
-    """Check, under the locks of an image, that its slot still holds it, all of it."""
-    ticket = sealed.ticket
-    now = read_ticket(sealed.slot)
-    if now is None or now.image != ticket.image:
-        raise _make_evicted_error(save, ticket)
-    if len(content) < ticket.nbytes:
-        raise ImageError(
-            f"{save}: the image of {ticket.what} in {sealed.slot} is truncated: {len(content):,} "
-            f"of {ticket.nbytes:,} bytes. It cannot be saved; later saves are unaffected."
-        )
-
-
-def _make_evicted_error(save: SaveId, ticket: Ticket) -> EvictedError:
-    return EvictedError(
-        f"{save}: the image of {ticket.what} was evicted for a later step and can no longer be "
-        "saved. Do not retry it."
-    )
 
 
 def _write_one(

@@ -32,7 +32,7 @@ from trinity_sync.storage.discovery import (
     require_committed,
     require_whole,
 )
-from trinity_sync.storage.job_settings import read_required_remote
+from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.replace import timed_folder
 from trinity_sync.storage.runs import open_run
@@ -97,7 +97,7 @@ def rewind(
     """
     base = Path(root)
     read_identity(base)  # which refuses a root of another release
-    if url := read_required_remote(base):
+    if url := read_job_settings(base).required_remote:
         raise ConfigError(
             f"cannot rewind {root}: it requires the remote {url}, where newer steps would be found "
             f"again. Load step {step} in the training, coordinator.load({step}): its next commit "

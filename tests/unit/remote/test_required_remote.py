@@ -38,7 +38,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.job_settings import is_replicated, read_required_remote
+from trinity_sync.storage.job_settings import is_replicated, read_job_settings
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run, record_left_out
@@ -402,7 +402,7 @@ def test_a_root_keeps_its_required_remote_and_is_not_rewound(machine: Make) -> N
     one = machine("one")
     one.train("first", 1, 2)
     again = one.open()
-    assert read_required_remote(again.root) == one.url
+    assert read_job_settings(again.root).required_remote == one.url
     with pytest.raises(ConfigError, match=r"coordinator\.load\(1\)"):
         rewind(again.root, 1)
 

@@ -21,7 +21,7 @@ from trinity_sync.snapshot.identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.discovery import list_known_runs, read_latest_pointer, read_step_state
-from trinity_sync.storage.job_settings import is_replicated, read_required_remote
+from trinity_sync.storage.job_settings import is_replicated, read_job_settings
 from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.metrics import read_metrics
 from trinity_sync.storage.runs import Run, find_superseding_run
@@ -34,7 +34,7 @@ def read_steps(root: Path, steps: Iterable[int], known: Sequence[Run]) -> Iterat
     """Yield the given steps. ``known`` are the runs of the job."""
     pointers = {kind: read_latest_pointer(root, kind) for kind in KINDS}
     in_use, tags = list_steps_in_use(root), list_tags(root).values()
-    has_remote = bool(read_required_remote(root))
+    has_remote = bool(read_job_settings(root).required_remote)
     for step in steps:
         found = read_step_state(root, step, known)
         row = StepRow(
@@ -134,7 +134,7 @@ def list_saves(
     """
     logged = {(each.run, each.step, each.timing.kind): each for each in read_saves(root)}
     journal, known, has_stack = Journal(root), list_known_runs(root), knows_server(settings)
-    has_remote = bool(read_required_remote(root))
+    has_remote = bool(read_job_settings(root).required_remote)
     with suppress(OSError):  # it tells nothing
         journal.read()
     found: dict[Save, tuple[int, float, Facts]] = {}  # of the last attempt that is known
