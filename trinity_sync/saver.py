@@ -347,7 +347,7 @@ class Saver:
         due = waiting
         if waiting and how != "alone":
             self._request(job, pending)
-            late = {each.key for each in find_pending_saves(job, grace_s=after_s)}
+            late = {each.key for each, age_s in pending.items() if age_s > after_s}
             late |= self._requests.list_untaken() if after_s < math.inf else set()
             due = [each for each in waiting if each.is_due(job, late, within_s)]
         with self._lock:
@@ -425,9 +425,9 @@ class Saver:
     def _is_away(self, job: JobSpool) -> bool:
         """Return whether this process does not see a job's root, and tell the job's processes."""
         why = job.tell_away()
-        waits = any(not image.failed for image in job.tickets()[0])
+        waits = bool(why) and any(not image.failed for image in job.tickets()[0])
         with suppress(OSError), self._lock:  # shared memory is full
-            waits = bool(why) and waits and time.time() < job.away.stat().st_mtime + PATIENCE_S
+            waits = waits and time.time() < job.away.stat().st_mtime + PATIENCE_S
             self._waiting[job.folder] = waits
         return bool(why)
 

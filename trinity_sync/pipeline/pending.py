@@ -4,6 +4,7 @@ Images of a save that failed are marked, so that later saves evict them first. R
 functions, which have no images, are treated in the same way.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -41,17 +42,20 @@ def find_pending_saves(
     grace_s: float = GRACE_S,
     settle_s: float = 0.0,
     clock: Callable[[], float] = time.time,
-) -> list[SaveRequest]:
+) -> dict[SaveRequest, float]:
     """Return the requests of saves whose images or functions nothing persists, oldest first.
 
-    Commits that were interrupted after their manifest are finished, and their slots released.
+    Each has the seconds for which it has waited, infinite after a reboot or a clock that was set
+    back. Commits that were interrupted after their manifest are finished, and their slots released.
     Within ``grace_s``, the trainer may still request the run of a sealed image itself. The process
     of a commit releases its slots within ``settle_s`` more. What waits for its root is left out.
     """
-    before, ahead = clock() - grace_s, clock() + GRACE_S  # later: the clock was set back
-    found: dict[str, SaveRequest] = {}
+    now = clock()
+    found: dict[str, tuple[SaveRequest, float]] = {}
     try:
-        for request, images, path in _list_waiting(job, before, ahead):
+        for request, images, path, age_s in _list_waiting(job, now):
+            if path and age_s <= grace_s:
+                continue
             try:
                 manifest = _read_commit(job, request)
             except SupersededError as error:
@@ -66,20 +70,18 @@ def find_pending_saves(
                 warn_once(str(error))
                 continue
             held = [each for each in images if manifest and each.ticket.image in manifest.images]
-            settled = manifest and not before - settle_s <= manifest.committed_at <= ahead
-            if manifest and (held or path) and settled:
+            settled_s = _measure_age(now, manifest.committed_at) if manifest else 0.0
+            if manifest and (held or path) and settled_s > grace_s + settle_s:
                 _finish_commit(job, request, manifest, held)
             # also what was submitted after the commit, whose process is told how that ends
-            rest, now = [each for each in images if each not in held], time.monotonic()
+            rest = [each for each in images if each not in held]
             if path and manifest is None:  # which knows how many functions to expect
-                found[request.key] = request
-            elif rest and all(
-                image.ticket.age_s(now) > grace_s and not image.failed for image in rest
-            ):
-                found[request.key] = _make_request(rest)
+                found[request.key] = request, age_s
+            elif rest and age_s > grace_s and not any(image.failed for image in rest):
+                found[request.key] = _make_request(rest), age_s
     except (OSError, TrinitySyncError) as error:  # other jobs are unaffected
         warn_once(f"cannot read the images in {job.folder}: {error}")
-    return sorted(found.values(), key=lambda request: (request.run, request.step))
+    return dict(sorted(found.values(), key=lambda each: (each[0].run, each[0].step)))
 
 
 def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
@@ -104,11 +106,11 @@ def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
 
 
 def _list_waiting(
-    job: JobSpool, before: float, ahead: float
-) -> Iterator[tuple[SaveRequest, list[SealedImage], Path | None]]:
+    job: JobSpool, now: float
+) -> Iterator[tuple[SaveRequest, list[SealedImage], Path | None, float]]:
     """Yield the saves that wait, with their images, or the file of a request of functions.
 
-    Such a file is from before ``before`` or after ``ahead``, in seconds since the epoch.
+    And their age in seconds: of images, that of the newest.
     """
     sealed, bad = job.tickets()
     for error in bad:
@@ -117,15 +119,21 @@ def _list_waiting(
     for image in sealed:
         saves[image.ticket.save].append(image)
     for images in saves.values():
-        yield _make_request(images), images, None
+        age_s = min(image.ticket.age_s(time.monotonic()) for image in images)
+        yield _make_request(images), images, None, age_s
     for path in list_requests(job):
         try:
-            if not before <= path.stat().st_mtime <= ahead:
-                yield SaveRequest.model_validate_json(path.read_bytes()), [], path
+            age_s = _measure_age(now, path.stat().st_mtime)
+            yield SaveRequest.model_validate_json(path.read_bytes()), [], path, age_s
         except FileNotFoundError:
             continue  # it has just ended
         except (ValidationError, FormatError) as error:
             warn_once(f"cannot read the request {path}: {error}")
+
+
+def _measure_age(now: float, at: float) -> float:
+    """Return the seconds since a time; infinite if the clock was set back since."""
+    return now - at if at <= now + GRACE_S else math.inf
 
 
 def _make_request(images: Sequence[SealedImage]) -> SaveRequest:

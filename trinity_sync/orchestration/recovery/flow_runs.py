@@ -17,7 +17,7 @@ no worker could see to their end is read from the server, and written there as w
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,7 +145,7 @@ MARK_S = 5.0
 
 
 def look_at_jobs(
-    visits: RootVisits, spool: Path, look: Callable[[JobSpool], list[SaveRequest]]
+    visits: RootVisits, spool: Path, look: Callable[[JobSpool], Iterable[SaveRequest]]
 ) -> list[SaveRequest]:
     """Return what looks at all jobs find, oldest first of each.
 

@@ -6,7 +6,7 @@ what it would have done: it requests flow runs, commits what none begins, and te
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,7 @@ class NodeRecovery:
                     with anyio.move_on_after(MARK_S):  # its root may hang from now on
                         await self._retry_crashed(api, request, run.id)
 
-    def _look_at(self, server: str, job: JobSpool) -> list[SaveRequest]:
+    def _look_at(self, server: str, job: JobSpool) -> Collection[SaveRequest]:
         """Return the saves of a job that wait, for which a saver lives or is started.
 
         A spool may serve several stacks of a user. A worker leaves the saves of another one to it
@@ -148,7 +148,7 @@ class NodeRecovery:
         waiting = find_pending_saves(job, grace_s=grace_s)
         try:
             if waiting:
-                require_allowed(waiting[0].root)
+                require_allowed(next(iter(waiting)).root)
                 self._have_served(job, server)
         except (OSError, ValueError, TrinitySyncError) as error:
             warn_once(f"the saves in {job.folder} wait, as this worker starts no saver: {error}")
