@@ -488,6 +488,14 @@ def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Sett
     assert len(require_committed(job.root, 3).callables) == 1
 
 
+def test_the_saver_commits_no_step_that_lacks_a_save_function(coordinator: Make) -> None:
+    saves = coordinator(job={"rank_timeout_s": 0.1})
+    saves.save_sync(lambda: None, 3)
+    asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=2))
+    with pytest.raises(SaveFailedError, match="2 callable saves were registered and 1 started"):
+        saves.wait_all(60)
+
+
 def test_a_save_by_functions_whose_request_has_vanished_has_failed(
     job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
