@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -125,7 +125,6 @@ def persist(
             that are not finite are refused, or the save was committed and removed before.
     """
     sealed, committed = gather_images(shards, save, component, options.rank_timeout_s, clock)
-    attempt = uuid.uuid4().hex[:8]
     initializer = partial(lower_thread_priority, options.nice)
     with ExitStack() as locks:
         # lock all of them first: an image that waits for its write must not be evicted
@@ -142,13 +141,13 @@ def persist(
             failure_path(image.slot).unlink(missing_ok=True)  # this is a retry
         ranks = {each.ticket.rank for each in sealed if each.ticket.nbytes >= WORTHWHILE}
         earlier = _map_earlier_files(save, ranks) if ranks else {}
-        write = partial(_write, shards, save, options, attempt, earlier)
+        attempt = _Attempt(shards, save, options, earlier)
         try:
             with ThreadPoolExecutor(WRITERS, "persist", initializer=initializer) as writers:
-                written = list(writers.map(write, sealed, contents))
+                written = list(writers.map(attempt.write, sealed, contents))
         except BaseException:
             # a failed attempt must not keep a disk full
-            remove_files(walk_files(save.folder, f".*.{attempt}.*{TEMPORARY_SUFFIX}"))
+            remove_files(walk_files(save.folder, f".*.{attempt.name}.*{TEMPORARY_SUFFIX}"))
             raise
     return [*committed, *(file for files in written for file in files)]
 
@@ -157,15 +156,11 @@ def persist(
 def _lock_content(save: SaveId, sealed: SealedImage) -> Iterator[memoryview]:
     """Yield the bytes of an image under its locks, after a check that they are all there still."""
     ticket = sealed.ticket
-    evicted = EvictedError(
-        f"{save}: the image of {ticket.what} was evicted for a later step and can no longer be "
-        "saved. Do not retry it."
-    )
     try:
         with lock_image(sealed.slot), lock_slot(sealed.slot) as content:
             now = read_ticket(sealed.slot)
             if now is None or now.image != ticket.image:
-                raise evicted
+                raise FileNotFoundError  # of this image, as without a ticket
             if len(content) < ticket.nbytes:
                 raise ImageError(
                     f"{save}: the image of {ticket.what} in {sealed.slot} is truncated: "
@@ -175,97 +170,146 @@ def _lock_content(save: SaveId, sealed: SealedImage) -> Iterator[memoryview]:
             yield content[: ticket.nbytes]
     except FileNotFoundError as error:
         if sealed.slot.exists():
-            raise evicted from error
+            raise EvictedError(
+                f"{save}: the image of {ticket.what} was evicted for a later step and can no "
+                "longer be saved. Do not retry it."
+            ) from None  # an I/O error would be repeated
         raise ImageError(f"{save}: the image of {ticket.what} is missing in the spool") from error
 
 
-def _write(
-    shards: NodeShards,
-    save: SaveId,
-    options: WriteOptions,
-    attempt: str,
-    earlier: EarlierFiles,
-    sealed: SealedImage,
-    image: memoryview,
-) -> list[Written]:
-    ticket = sealed.ticket
-    if not Path(save.root).is_dir():
-        raise SaveError(f"{save}: the job's root {save.root} is missing; create it and retry")
-    try:
-        with acquire_write_permit(JobSpool(Path(shards.spool)), ticket):
-            write = partial(_write_one, shards.node, save, sealed, options, attempt, earlier)
-            written = [write(*file) for file in unpack_image(ticket, image)]
-            return [*written, *_link_replicas(save, ticket, attempt, written)]
-    except OSError as error:
-        raise SaveError(
-            f"{save} is not committed: cannot write {ticket.what} to "
-            f"{error.filename or save.folder}: {error.strerror}. Repair that; the image "
-            f"stays in the spool: trinity-sync retry {save.root} {save.step}",
-            path=Path(error.filename or save.folder),
-            rank=ticket.rank,
-        ) from error
+@dataclass(frozen=True)
+class _Attempt:
+    """An attempt to write images, whose files have names of its own."""
 
+    shards: NodeShards
+    save: SaveId
+    options: WriteOptions
+    earlier: EarlierFiles
+    name: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
-def _write_one(
-    node: str,
-    save: SaveId,
-    sealed: SealedImage,
-    options: WriteOptions,
-    attempt: str,
-    earlier: EarlierFiles,
-    path: str,
-    content: memoryview | Path,
-) -> Written:
-    ticket = sealed.ticket
-    own = ticket.kind == save.kind
-    final = save.folder / path
-    if not is_below(path):
-        raise ImageError(f"{save}: the image of {ticket.what} names {final}, outside of the step")
-    make_folder(final.parent)
-    start = time.perf_counter()
-    with pin_folder(final.parent) as folder:  # another user may exchange it for a link meanwhile
-        temporary = make_attempt_path(folder / final.name, attempt, ticket.image)
+    def write(self, sealed: SealedImage, image: memoryview) -> list[Written]:
+        """Write the files of an image, and return them."""
+        save, ticket = self.save, sealed.ticket
+        if not Path(save.root).is_dir():
+            raise SaveError(f"{save}: the job's root {save.root} is missing; create it and retry")
         try:
-            same = _link_unchanged(content, earlier.get(path), temporary)
-            digest, health = same or _write_content(save, ticket, options, content, temporary)
+            with acquire_write_permit(JobSpool(Path(self.shards.spool)), ticket):
+                written = [self._write_one(ticket, *file) for file in unpack_image(ticket, image)]
+                return [*written, *self._link_replicas(ticket, written)]
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # make room for a retry, also what attempts that died have taken
-                remove_spares(save.root)
-                remove_files(walk_files(folder, f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
-            if error.filename is None:
-                error.filename = os.fspath(final)
-            raise
-        nbytes, identity = temporary.lstat().st_size, read_file_identity(temporary)
-    record = FileRecord(
-        path=path,
-        nbytes=nbytes,
-        digest=digest,
-        role=ticket.role,
-        component=ticket.component,
-        rank=ticket.rank,
-        world_size=ticket.count_ranks(ticket.component),
-        images=(ticket.image,),
-        health=health,
-    )
-    if options.refuse_nonfinite:
-        _refuse_nonfinite(save, record)
-    return Written(
-        record,
-        temporary=os.fspath(final.with_name(temporary.name)),
-        identity=identity,
-        components=ticket.components,
-        replicated=ticket.replicated,
-        seconds=time.perf_counter() - start,
-        attached=str(content) if isinstance(content, Path) else "",
-        export=ticket.export,
-        keep=ticket.keep if own else 0,
-        metrics=ticket.metrics,
-        node=node,
-        sealed_s=ticket.monotonic_s if own else 0.0,
-        submitted_at=ticket.sealed_at if own else 0.0,
-        stall_s=ticket.stall_s if own else 0.0,
-    )
+            raise SaveError(
+                f"{save} is not committed: cannot write {ticket.what} to "
+                f"{error.filename or save.folder}: {error.strerror}. Repair that; the image "
+                f"stays in the spool: trinity-sync retry {save.root} {save.step}",
+                path=Path(error.filename or save.folder),
+                rank=ticket.rank,
+            ) from error
+
+    def _write_one(self, ticket: Ticket, path: str, content: memoryview | Path) -> Written:
+        save, own = self.save, ticket.kind == self.save.kind
+        final = save.folder / path
+        if not is_below(path):
+            raise ImageError(
+                f"{save}: the image of {ticket.what} names {final}, outside of the step"
+            )
+        make_folder(final.parent)
+        start = time.perf_counter()
+        with pin_folder(final.parent) as folder:  # another user may make it a link meanwhile
+            temporary = make_attempt_path(folder / final.name, self.name, ticket.image)
+            try:
+                same = _link_unchanged(content, self.earlier.get(path), temporary)
+                digest, health = same or self._write_content(ticket, content, temporary)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    # make room for a retry, also what attempts that died have taken
+                    remove_spares(save.root)
+                    remove_files(walk_files(folder, f".*.{ticket.image}{TEMPORARY_SUFFIX}"))
+                if error.filename is None:
+                    error.filename = os.fspath(final)
+                raise
+            nbytes, identity = temporary.lstat().st_size, read_file_identity(temporary)
+        record = FileRecord(
+            path=path,
+            nbytes=nbytes,
+            digest=digest,
+            role=ticket.role,
+            component=ticket.component,
+            rank=ticket.rank,
+            world_size=ticket.count_ranks(ticket.component),
+            images=(ticket.image,),
+            health=health,
+        )
+        if self.options.refuse_nonfinite:
+            _refuse_nonfinite(save, record)
+        return Written(
+            record,
+            temporary=os.fspath(final.with_name(temporary.name)),
+            identity=identity,
+            components=ticket.components,
+            replicated=ticket.replicated,
+            seconds=time.perf_counter() - start,
+            attached=str(content) if isinstance(content, Path) else "",
+            export=ticket.export,
+            keep=ticket.keep if own else 0,
+            metrics=ticket.metrics,
+            node=self.shards.node,
+            sealed_s=ticket.monotonic_s if own else 0.0,
+            submitted_at=ticket.sealed_at if own else 0.0,
+            stall_s=ticket.stall_s if own else 0.0,
+        )
+
+    def _write_content(
+        self, ticket: Ticket, content: memoryview | Path, temporary: Path
+    ) -> tuple[str, FileHealth | None]:
+        """Give a file its content, durably; return its digest, and what is known of its values."""
+        if isinstance(content, Path):
+            _name_attached(content, temporary)
+            return digest_cached_file(temporary), None
+        acquire_spare(self.save.root, temporary, len(content))
+        scan = _scan(ticket, content)
+        parts = scan.walk(content) if scan else ()
+        how: dict[str, Any] = {"limit": self.options.limit, "parts": parts}
+        if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
+            # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
+            how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
+        digest = write_file(temporary, content, **how)
+        sync_folder(temporary.parent)
+        return digest, FileHealth(*scan.sum_up()) if scan else None
+
+    def _link_replicas(self, ticket: Ticket, written: Sequence[Written]) -> Iterator[Written]:
+        """Give the shard of several ranks the names of the others, where veRL's loader looks.
+
+        The others' submissions are those of their own images.
+        """
+        for file in written:
+            for rank in ticket.replicas.get(ticket.component, ()):
+                if rank != ticket.rank:
+                    name = shard_file(ticket.component, ticket.world_size, rank)
+                    final = self.save.folder / ticket.role / name
+                    temporary = make_attempt_path(final, self.name, ticket.image)
+                    link_or_copy(Path(file.temporary), temporary)
+                    yield replace(
+                        file,
+                        record=replace(file.record, path=f"{ticket.role}/{name}", rank=rank),
+                        temporary=os.fspath(temporary),
+                        identity=read_file_identity(temporary),
+                        components=(),
+                        sealed_s=0.0,
+                        submitted_at=0.0,
+                    )
+            sync_folder(Path(file.temporary).parent)
+
+
+def _refuse_nonfinite(save: SaveId, record: FileRecord) -> None:
+    if record.health and record.health.nonfinite:
+        raise SaveError(
+            f"{save} is not committed: {sum_up_health([record])[0].wrong}. Resume from a "
+            "healthy step (latest_step(healthy=True)). To save it nevertheless, set on_nonfinite "
+            f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it "
+            f"(trinity-sync retry {save.root} {save.step}).",
+            path=save.folder / record.path,
+            rank=record.rank,
+        )
 
 
 def _map_earlier_files(save: SaveId, ranks: Collection[int]) -> EarlierFiles:
@@ -316,36 +360,6 @@ def _link_unchanged(
     return None
 
 
-def _write_content(
-    save: SaveId, ticket: Ticket, options: WriteOptions, content: memoryview | Path, temporary: Path
-) -> tuple[str, FileHealth | None]:
-    """Give a file its content, durably; return its digest, and what is known of its values."""
-    if isinstance(content, Path):
-        _name_attached(content, temporary)
-        return digest_cached_file(temporary), None
-    acquire_spare(save.root, temporary, len(content))
-    scan = _scan(ticket, content)
-    how: dict[str, Any] = {"limit": options.limit, "parts": scan.walk(content) if scan else ()}
-    if isinstance(content.obj, mmap.mmap) and ticket.form == "file":
-        # at its end, the mapping of 1 GiB would hold up the commit for 28 ms
-        how["on_written"] = partial(content.obj.madvise, mmap.MADV_DONTNEED)
-    digest = write_file(temporary, content, **how)
-    sync_folder(temporary.parent)
-    return digest, FileHealth(*scan.sum_up()) if scan else None
-
-
-def _refuse_nonfinite(save: SaveId, record: FileRecord) -> None:
-    if record.health and record.health.nonfinite:
-        raise SaveError(
-            f"{save} is not committed: {sum_up_health([record])[0].wrong}. Resume from a "
-            "healthy step (latest_step(healthy=True)). To save it nevertheless, set on_nonfinite "
-            f"(trinity-sync jobs set {save.root} on_nonfinite=warn) and retry it "
-            f"(trinity-sync retry {save.root} {save.step}).",
-            path=save.folder / record.path,
-            rank=record.rank,
-        )
-
-
 def _name_attached(content: Path, temporary: Path) -> None:
     """Give a file of other code a temporary name, or a copy of it if others may write into it.
 
@@ -366,32 +380,6 @@ def _name_attached(content: Path, temporary: Path) -> None:
     else:
         shutil.copy2(content, temporary)
     sync_file(temporary)
-
-
-def _link_replicas(
-    save: SaveId, ticket: Ticket, attempt: str, written: Sequence[Written]
-) -> Iterator[Written]:
-    """Give the shard of several ranks the names of the others as well, where veRL's loader looks.
-
-    The others' submissions are those of their own images.
-    """
-    for file in written:
-        for rank in ticket.replicas.get(ticket.component, ()):
-            if rank != ticket.rank:
-                name = shard_file(ticket.component, ticket.world_size, rank)
-                final = save.folder / ticket.role / name
-                temporary = make_attempt_path(final, attempt, ticket.image)
-                link_or_copy(Path(file.temporary), temporary)
-                yield replace(
-                    file,
-                    record=replace(file.record, path=f"{ticket.role}/{name}", rank=rank),
-                    temporary=os.fspath(temporary),
-                    identity=read_file_identity(temporary),
-                    components=(),
-                    sealed_s=0.0,
-                    submitted_at=0.0,
-                )
-        sync_folder(Path(file.temporary).parent)
 
 
 def _scan(ticket: Ticket, content: memoryview) -> "ValueScan | None":
