@@ -29,8 +29,7 @@ def saves(
 ) -> Iterator[CheckpointCoordinator]:
     """A job on the session's stack with a saver, which waits long for what the stack may do."""
     monkeypatch.setattr(commit_watcher, "HURRY_S", 600.0)
-    patient = {"saver": "auto", "saver_after_s": 600.0}
-    settings = stack_settings.model_copy(update=patient)
+    settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 600.0})
     with CheckpointCoordinator(root, settings=settings) as made:
         made.save(1, {"model": {"w": torch.ones(10)}})
         made.wait_all(120)

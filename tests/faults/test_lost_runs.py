@@ -44,7 +44,6 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 )
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import StackSettings
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
@@ -219,7 +218,7 @@ def test_no_run_is_forgotten_among_more_than_a_response_has(api: Api) -> None:
 def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
     stack: StackState, stack_settings: Settings, root: Path, api: Api
 ) -> None:
-    root.mkdir()
+    job = Job.open(root, stack_settings.spool)
     with api.client as client:
         deployment = client.read_deployment_by_name(SAVE_DEPLOYMENT)
         known = deployment.parameter_openapi_schema
@@ -227,7 +226,6 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
         narrow["definitions"]["SaveRequest"]["properties"]["step"]["minimum"] = 3
         client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=narrow))
         try:
-            job = Job(root, open_job_spool(stack_settings.spool, root))
             for step in (2, 3):  # sealed, and never requested
                 job.stage(step, {"model": {"w": torch.ones(3)}})
             until(lambda: read_manifest(root, 3), "the commit of step 3")
@@ -240,8 +238,7 @@ def test_a_save_that_the_server_refuses_does_not_hold_up_the_others(
             client.update_deployment(
                 deployment.id, DeploymentUpdate(parameter_openapi_schema=known)
             )
-    for stager in job.stagers.values():
-        stager.close()
+    job.close()
 
 
 def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(

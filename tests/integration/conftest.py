@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,14 @@ from tests.integration.test_tutorials import make_tools
 from tests.support.environments import make_environment
 from tests.support.job import Job
 from tests.support.savers import end_savers
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack import PACKAGES
 
 
 @pytest.fixture
 def job(root: Path, spool_folder: Path) -> Iterator[Job]:
     """A job whose real images and files the test makes itself, without Prefect."""
-    made = Job(root, open_job_spool(spool_folder, root))
-    yield made
-    for stager in made.stagers.values():
-        stager.close()
+    with closing(Job.open(root, spool_folder)) as job:
+        yield job
 
 
 @pytest.fixture

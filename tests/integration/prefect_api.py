@@ -37,8 +37,7 @@ def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
     """By which Prefect knows the flow run of a save of the newest run."""
     run = find_newest_run(root)
     fields = {"run": run.number, "run_key": run.key, "identity": read_identity(root)}
-    request = SaveRequest(root=str(root), step=step, kind=kind, **fields)
-    return request.key
+    return SaveRequest(root=str(root), step=step, kind=kind, **fields).key
 
 
 def kind_of(task: TaskRun) -> str:

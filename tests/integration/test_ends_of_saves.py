@@ -114,6 +114,5 @@ def test_a_save_that_is_cancelled_before_it_is_begun(
     finally:
         worker.resume()
     assert_all_say(ranks, "Cancelled: not needed")
-    images = ranks[0].spool.tickets()[0]
-    said = {failure_path(image.slot).read_text() for image in images}
+    said = {failure_path(image.slot).read_text() for image in ranks[0].spool.tickets()[0]}
     assert said == {"Cancelled: not needed"}  # which a rank may read before the journal

@@ -51,7 +51,6 @@ def start(command: list[str], script: str, folder: Path) -> subprocess.Popen[str
 
 def kill_after_saves(process: subprocess.Popen[str], count: int) -> None:
     """Send SIGKILL to an example and its ranks once it has printed ``count`` saves."""
-    assert process.stdout
     printed = []
     for line in process.stdout:
         printed.append(line)
@@ -131,7 +130,6 @@ def test_a_killed_example_resumes_and_ends_with_all_saves_committed(
 def require_resumed(folder: Path, output: str, last: int) -> None:
     """Require that the second start of an example has resumed, and that its last step is valid."""
     resumed_from = list_runs(folder / "ckpts")[-1].resumed_from
-    assert resumed_from
     assert resumed_from < last
     assert re.search(rf"(resumed from .*|global_step_){resumed_from}\b", output), output
     listed = run("ls", folder / "ckpts")

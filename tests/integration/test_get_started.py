@@ -59,7 +59,6 @@ def require_loaded(folder: Path, tools: dict[str, str]) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as rollout:
-        assert rollout.stdout
         assert rollout.stdout.readline() == "weights of step 400\n"
         rollout.kill()
 

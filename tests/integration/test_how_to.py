@@ -116,5 +116,4 @@ def test_the_python_of_the_page_of_readers_runs_without_a_stack(
     exec(evaluate, names)
     names["evaluate_newest"](own, lambda _: 0.5)
     newest = Checkpoints("ckpts").latest_step()
-    assert newest
     assert Checkpoints("ckpts").metrics(newest) == {"reward": 0.5}

@@ -33,7 +33,6 @@ def training_with_loader(
         cwd=Path(__file__).parents[2],
         start_new_session=True,
     )
-    assert training.stdout
     try:
         line = next(line for line in training.stdout if line.startswith(f"{LAST} "))
         yield training, [int(pid) for pid in line.split()[1:]]

@@ -3,7 +3,7 @@
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
+from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import TrinitySyncError
 from trinity_sync.orchestration.recovery.flow_runs import look_at_jobs
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.identity import Origin, SaveId, read_identity
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.identity import Origin, SaveId, open_identity, read_identity
 from trinity_sync.snapshot.packed import pack, read_folder
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.snapshot.spool import JobSpool, open_job_spool
 from trinity_sync.snapshot.stager import Staged, StagePlan, Stager
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.manifest import Manifest
@@ -61,6 +63,13 @@ class Job:
     roles: tuple[str, ...] = ("actor",)
     stagers: dict[int, Stager] = field(default_factory=dict)
     _identities: dict[Path, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, root: Path, spool: Path, world_size: int = 1) -> "Job":
+        """A job in a root of its own, which may be an empty folder or not exist."""
+        root.mkdir(exist_ok=True)
+        open_identity(root)
+        return cls(root, open_job_spool(spool, root), world_size)
 
     @property
     def identity(self) -> str:
@@ -148,6 +157,11 @@ class Job:
         free_committed_slots(self.spool, save, written)
         return manifest
 
+    def close(self) -> None:
+        """Close the stagers, as the end of a trainer does, which leaves what is not committed."""
+        for stager in self.stagers.values():
+            stager.close()
+
     def kill(self) -> None:
         """Forget the stagers, as a process that is killed, whose threads end with it."""
         for stager in self.stagers.values():
@@ -158,6 +172,22 @@ class Job:
         """Stage the states of rank 0, and commit them."""
         self.stage(step, states, **other)
         return self.commit(step, *states, **other)
+
+
+class Noted(SaveTrigger):
+    """No server and no saver: keeps what is asked for, and the test says how it ends."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        super().__init__(settings)
+        self.requests: list[SaveRequest] = []
+
+    def submit(self, request: SaveRequest) -> None:
+        self.requests.append(request)
+
+    def find_failures(
+        self, requests: Sequence[SaveRequest], begun: Collection[str]
+    ) -> dict[str, str]:
+        return {}
 
 
 def mapped_nbytes(slot: Path) -> int:

@@ -784,7 +784,6 @@ def test_an_adapter_of_transformers_is_saved_alone_read_by_it_and_resumed_bit_eq
     resumed, saves = train("ckpts", learning_rate=5e-5)
     assert differences(state_of(whole), state_of(resumed)) == []
     newest = saves.latest()
-    assert newest
     assert not (Path(newest) / "config.json").exists()
     read, tokens = GPT2LMHeadModel.from_pretrained(newest).eval(), TOKENS[:2]
     expected = resumed.model.eval()(tokens).logits
@@ -812,7 +811,6 @@ def test_a_model_of_other_tensors_than_its_class_is_saved_without_a_config(
     saves = callback()
     hugging_face(saves, 2, model=model).train()
     newest = saves.latest()
-    assert newest
     assert not (Path(newest) / "config.json").exists()
     assert "without the config of the model: transformer.h.0.mlp.c_fc.param" in caplog.text
     with pytest.raises(ValueError, match=r"config\.json"):

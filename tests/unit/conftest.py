@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ from tests.support.waiting import until
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.fs import file_system as memory
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.identity import open_identity
-from trinity_sync.snapshot.spool import open_job_spool
 
 if TYPE_CHECKING:
     import boto3
@@ -39,13 +37,8 @@ class Runs:
 
 @pytest.fixture
 def job(tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
-    root = tmp_path / "ckpts"
-    root.mkdir()
-    open_identity(root)
-    made = Job(root, open_job_spool(spool_folder, root))
-    yield made
-    for stager in made.stagers.values():
-        stager.close()
+    with closing(Job.open(tmp_path / "ckpts", spool_folder)) as job:
+        yield job
 
 
 @pytest.fixture

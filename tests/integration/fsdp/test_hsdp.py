@@ -110,8 +110,7 @@ def test_each_rank_loads_the_files_of_its_name_bit_for_bit(
 def test_verls_merger_and_ours_read_the_model(
     job: tuple[Path, Path, list[Any]], tmp_path: Path
 ) -> None:
-    folder = step_folder(job[0], STEP) / "actor"
-    theirs = merged_by_verl(folder, tmp_path)
+    theirs = merged_by_verl(step_folder(job[0], STEP) / "actor", tmp_path)
     export_step(job[0], STEP, to=tmp_path / "ours", dtype="bf16")
     ours = load_file(tmp_path / "ours/model.safetensors")
     assert theirs.keys() == ours.keys()

@@ -208,8 +208,7 @@ def test_a_head_that_is_not_tied_is_in_the_step_with_a_config_that_says_so(
         model.lm_head.weight = head
         path = tmp_path / f"{is_tied}.json"
         path.write_bytes(make_metadata(model, None)["huggingface/config.json"])
-        config = AutoConfig.from_pretrained(path)
-        assert config.tie_word_embeddings == is_tied
+        assert AutoConfig.from_pretrained(path).tie_word_embeddings == is_tied
         assert model.config.tie_word_embeddings
 
 

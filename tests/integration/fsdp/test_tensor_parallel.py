@@ -63,8 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def whole(saved: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(saved / "whole.pt")
-    return found
+    return torch.load(saved / "whole.pt")
 
 
 def files(folder: Path, component: str) -> list[Path]:

@@ -102,7 +102,6 @@ class World:
         wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id]))
         with self.api.client as client:
             logs = [log.message for log in client.read_logs(wanted)]
-        assert run.state
         return Seen(
             run.state.is_completed(),
             {task.name: (task.state and task.state.message) or "" for task in tasks},
@@ -137,8 +136,7 @@ def world(
         }
         yield World(root, stack, api, jobs, daemon)
         for job in jobs.values():
-            for stager in job.stagers.values():
-                stager.close()
+            job.close()
 
 
 def test_only_what_failed_is_repeated_and_a_node_that_fails_for_good_is_named(world: World) -> None:

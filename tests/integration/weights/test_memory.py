@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from tests.support.job import Job
 from tests.support.waiting import until
 from tests.support.weights import upload
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.publisher import Publisher
@@ -22,11 +22,8 @@ from trinity_sync.weights.state_files import write_address
 
 @pytest.fixture
 def job(root: Path, spool_folder: Path) -> Iterator[Job]:
-    root.mkdir(exist_ok=True)
-    made = Job(root, open_job_spool(spool_folder, root), world_size=2)
-    yield made
-    for stager in made.stagers.values():
-        stager.close()
+    with closing(Job.open(root, spool_folder, world_size=2)) as job:
+        yield job
 
 
 def state(rank: int, step: int) -> dict[str, torch.Tensor]:

@@ -112,8 +112,7 @@ def test_failures_say_what_to_type_and_nothing_is_taken_for_markup(facts: JobRep
     assert "trinity-sync retry /ckpts 34" in failed
     assert "33, 34" in failed
     assert "href='http://p/runs/1'" in page
-    uses = table_of(page, "uses")
-    assert "the <b>paper</b>'s" in uses["10"]
+    assert "the <b>paper</b>'s" in table_of(page, "uses")["10"]
     assert not re.search("<b>paper|<script>|href='javascript", page)
     assert any(use.name.startswith("reader 7") for use in facts.uses)
     (reader,) = [use for use in facts.uses if use.kind == "reader"]

@@ -163,11 +163,9 @@ def journal(saves: Job) -> Job:
     """Saves whose images are no longer in memory, and one that is in work."""
     append(saves.request(30), "pending")
     for step, url in ((40, ""), (50, PAGE), (60, "")):
-        request = saves.request(step)
-        append(request, "failed", f"{step} does not fit", url=url)
+        append(saves.request(step), "failed", f"{step} does not fit", url=url)
     commit_files(saves.root, 60)  # meanwhile
-    again = saves.request(40, attempt=2)
-    append(again, "failed", "it does not fit either")
+    append(saves.request(40, attempt=2), "failed", "it does not fit either")
     return saves
 
 

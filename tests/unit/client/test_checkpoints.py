@@ -330,8 +330,7 @@ def test_the_best_step_is_the_best_that_is_whole_and_the_files_of_no_other_are_l
 def test_a_corrupted_step_is_neither_listed_nor_loaded(
     job: Job, training: CheckpointCoordinator
 ) -> None:
-    file = job.root / "global_step_30/actor/model_world_size_1_rank_0.pt"
-    flip_a_byte(file, -1000)
+    flip_a_byte(job.root / "global_step_30/actor/model_world_size_1_rank_0.pt", -1000)
     steps, model = Checkpoints(job.root), nn.Linear(3, 2)
     kept = model.weight.clone()
     with pytest.raises(CommitError, match="corrupted"):
@@ -376,8 +375,7 @@ def test_metrics_of_a_step_that_is_gone_count_for_the_run_that_made_it(
 ) -> None:
     steps = Checkpoints(job.root)
     assert steps.steps() == [30, 60]
-    second = coordinator_of(run_key="second")
-    second.load(30)
+    coordinator_of(run_key="second").load(30)
     shutil.rmtree(job.root / "global_step_60")
     steps.record_metrics(60, {"reward": 1.0})
     assert (read_metrics(job.root, 1, 60), read_metrics(job.root, 2, 60)) == ({"reward": 1.0}, {})
@@ -441,8 +439,7 @@ def test_the_command_records_and_shows_metrics_which_retention_heeds(
         {"step": 30, "name": "reward", "value": 0.9},
     ]
     rules = Rules(parse_policy("best=1:reward:max"), parse_policy("last=1"))
-    plan = plan_prune(job.root, rules, 0)
-    assert [each.step for each in plan.removed] == [60]
+    assert [each.step for each in plan_prune(job.root, rules, 0).removed] == [60]
     assert len(list_runs(job.root)) == 1
 
 

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +23,7 @@ import torch
 from tests.integration.fsdp.commits import CommitsHere
 from tests.support.answers import server
 from tests.support.forked import PRELOADED, forking
-from tests.support.job import Job
+from tests.support.job import Job, Noted
 from tests.support.meanwhile import fail_to_read
 from tests.support.prefect_stand_in import Server, Trigger, without_catalog_and_pages
 from tests.support.savers import await_that, end_savers
@@ -141,15 +141,6 @@ def requests_in(root: Path, steps: Iterable[int], **other: Any) -> list[SaveRequ
     ]
 
 
-class Quiet(SaveTrigger):
-    """Knows of no save that nothing will commit."""
-
-    def find_failures(
-        self, requests: Sequence[SaveRequest], begun: Collection[str]
-    ) -> dict[str, str]:
-        return {}
-
-
 def gaps(moments: Sequence[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(moments)]
 
@@ -169,7 +160,7 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
 
     monkeypatch.setattr(PendingSave, "find_result", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
-    watcher = CommitWatcher(Quiet(), job.spool)
+    watcher = CommitWatcher(Noted(), job.spool)
     old, young = requests_in(job.root, (9, 4))
     watcher.follow(old)
     watcher._pending[old.key].since -= 3600
@@ -204,7 +195,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
     job.commit_states(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen
     job.stage(4, {"optim": {"w": torch.zeros(3)}})
-    watcher = CommitWatcher(Quiet(), job.spool)
+    watcher = CommitWatcher(Noted(), job.spool)
     (request,) = requests_in(job.root, [4], components=("optim",))
     watcher.follow(request)
     while len(looks) < 20:
@@ -285,7 +276,7 @@ def test_a_commit_that_the_latest_pointers_do_not_name_is_not_called_a_lost_one(
     job.commit_states(4, {"model": {"w": torch.ones(3)}})
     (job.root / ITERATION_FILES["checkpoint"]).write_text("3")
     append(request := job.request(4, components=("model",)), "failed", "disk full", start=1)
-    watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
+    watcher = CommitWatcher(Noted(Settings(spool=job.spool.folder.parent)), job.spool)
     watcher.follow(request)
     (failure,) = watcher.wait(time.monotonic() + 30)
     watcher.close()
@@ -379,7 +370,7 @@ def test_images_of_a_committed_save_are_compared_with_it_as_its_export_fails(job
         job.stage(4, {"model": {"w": torch.full((3,), value)}}, rank=rank)
     request = job.request(4, components=("model",))
     append(request, "failed", "no config", start=1)
-    watcher = CommitWatcher(Quiet(Settings(spool=job.spool.folder.parent)), job.spool)
+    watcher = CommitWatcher(Noted(Settings(spool=job.spool.folder.parent)), job.spool)
     watcher.follow(request, exports="actor")
     (failure,) = watcher.wait(time.monotonic() + 30)
     watcher.close()
@@ -392,7 +383,7 @@ def test_images_of_a_committed_save_are_compared_with_it_as_its_export_fails(job
 def completed(job: Job, request: SaveRequest, rank: int = 0) -> Iterator[CommitWatcher]:
     """A rank's watcher of a save that has completed."""
     append(request, "completed")
-    trigger = Quiet(Settings(spool=job.spool.folder.parent))
+    trigger = Noted(Settings(spool=job.spool.folder.parent))
     with closing(CommitWatcher(trigger, job.spool, rank=rank)) as watcher:
         yield watcher
 

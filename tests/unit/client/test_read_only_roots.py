@@ -106,8 +106,7 @@ def test_a_root_that_becomes_writable_after_a_load_has_no_run_that_began_at_the_
 
 
 def test_a_step_of_dcp_is_loaded(job: Job, read_only: Make, coordinator_of: Open) -> None:
-    saver = DcpSaver(coordinator_of(trigger=CommitsHere()))
-    writer = saver.writer(1)
+    writer = DcpSaver(coordinator_of(trigger=CommitsHere())).writer(1)
     state = {"w": torch.ones(3)}
     dcp.async_save(state, storage_writer=writer, async_stager=writer, no_dist=True).result(30)
     read_only(job.root)
@@ -177,8 +176,7 @@ def test_a_step_is_copied_and_resumed_elsewhere(
 
 def test_readers_of_weights_read(root: Path, model: Any, read_only: Make, tmp_path: Path) -> None:
     with WeightReader(root=root, name="explorer") as reader:
-        version = asyncio.run(reader.wait_newer(timeout_s=60))
-        assert version.step == 2
+        assert asyncio.run(reader.wait_newer(timeout_s=60)).step == 2
         CONFIG.save_pretrained(tmp_path / "model")
         WeightFolder(tmp_path / "versions", tmp_path / "model").publish(reader)
     read_only(tmp_path / "versions")

@@ -97,8 +97,7 @@ def test_a_resume_never_finds_a_step_that_was_superseded(
     second = coordinator_of(run_key="second")
     second.load(30)
     assert second.latest_step() == resolve_step(saved, "latest") == 40
-    diverged = {"model": {"w": torch.full((5000,), float("nan"))}}
-    second.save(35, diverged)
+    second.save(35, {"model": {"w": torch.full((5000,), float("nan"))}})
     job.commit(35, run=2)
     assert second.latest_step() == 35
     assert Checkpoints(saved).latest_step(healthy=True) == resolve_step(saved, "healthy") == 30
@@ -116,8 +115,7 @@ def test_a_step_that_was_superseded_counts_again_after_a_resume_from_it(
     second.load(30)
     second.close()
     assert read_step_state(saved, 40).state == "superseded"
-    third = coordinator_of(run_key="third")
-    third.load(40)
+    coordinator_of(run_key="third").load(40)
     assert read_step_state(saved, 40).state == "valid"
     job.stage(31, state(31), run=2)
     with pytest.raises(SupersededError, match="run 3 resumed from step 40"):
@@ -197,8 +195,7 @@ def test_a_restart_with_the_key_of_the_run_before_is_refused(
     again = coordinator_of(run_key="first")
     with pytest.raises(ConfigError, match="give TRINITY_SYNC_RUN_KEY a new value at each start"):
         again.load(40)
-    second = coordinator_of(run_key="second")
-    second.load(30)
+    coordinator_of(run_key="second").load(30)
     with pytest.raises(ConfigError, match=r"began at step 30 .* TRINITY_SYNC_RUN_KEY"):
         coordinator_of(run_key="second").load(40)
 
@@ -326,8 +323,7 @@ def test_a_checkpoint_follows_the_sync_of_a_step_that_the_run_before_reached_wit
 def test_a_checkpoint_that_differs_from_the_one_that_a_sync_left_in_place_names_its_run(
     coordinator_of: Open, job: Job, saved: Path
 ) -> None:
-    first = coordinator_of(run_key="first")
-    first.save(50, {**state(50), "optim": {"m": torch.ones(3)}})
+    coordinator_of(run_key="first").save(50, {**state(50), "optim": {"m": torch.ones(3)}})
     job.commit(50, "model", "optim")
     second = coordinator_of(run_key="second")
     second.load(40)

@@ -235,8 +235,7 @@ def test_a_commit_by_the_saver_alone_is_counted_and_told_as_any_other(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(flows.save, "emit_step_event", lambda what, *_, **__: told.append(what))
-    driver = flows.save.FlowDriver(job.request(1))
-    asyncio.run(driver._tell_commit())
+    asyncio.run(flows.save.FlowDriver(job.request(1))._tell_commit())
     assert told == ["committed"]
     labels = {"job": job.request(1).job, "outcome": "committed", "by": "saver"}
     assert sample("trinity_sync_saves_total", **labels) == 1

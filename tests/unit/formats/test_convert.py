@@ -156,8 +156,7 @@ def test_a_corrupted_step_is_not_converted_nor_one_into_a_folder_that_is_not_emp
         to_dcp(job.root, STEP, tmp_path / "out")
     with pytest.raises(ConfigError, match="part of the job"):
         to_dcp(job.root, STEP, job.root / "out")
-    shard = step_folder(job.root, STEP) / "actor" / shard_file("model", 1, 0)
-    flip_a_byte(shard, -5000)
+    flip_a_byte(step_folder(job.root, STEP) / "actor" / shard_file("model", 1, 0), -5000)
     with pytest.raises(CommitError, match="its digest is"):
         to_dcp(job.root, STEP, tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpts", "out"]
@@ -206,8 +205,7 @@ def test_shards_in_a_tuple_are_refused(job: Job, tmp_path: Path) -> None:
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(
     job: Job, tmp_path: Path, small_disk: Path
 ) -> None:
-    big = {"model": {"w": torch.zeros(2_000_000)}}
-    commit(job, big)
+    commit(job, {"model": {"w": torch.zeros(2_000_000)}})
     with pytest.raises(SaveError, match="No space left on device"):
         to_dcp(job.root, STEP, small_disk / "out")
     assert list(small_disk.iterdir()) == []

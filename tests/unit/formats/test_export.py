@@ -368,8 +368,7 @@ def test_what_cannot_work_or_is_corrupted_is_a_sentence_and_changes_nothing(
     assert (full / "mine.txt").read_text() == "mine"
     assert not (tmp_path / "x").exists()
     require_committed(job.root, 1)
-    path = step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt"
-    flip_a_byte(path, -3000)
+    flip_a_byte(step_folder(job.root, 1) / "actor/model_world_size_2_rank_1.pt", -3000)
     with pytest.raises(CommitError, match="is corrupted"):
         export_step(job.root, 1, to=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -346,8 +346,7 @@ def test_deltas_in_a_wrong_order_and_an_altered_complete_version_are_refused(cha
     for tensors, delta in ((base, 3), (second, 2), (small(7), 2)):
         with pytest.raises(DeltaError, match=rf"weight_v00000{delta}.*checksum differs"):
             apply_delta(tensors, chain / f"weight_v00000{delta}")
-    complete = chain / "weight_v000001/model.safetensors"
-    flip_a_byte(complete, -1)
+    flip_a_byte(chain / "weight_v000001/model.safetensors", -1)
     with pytest.raises(WeightSyncError, match=r"weight_v000002.*checksum differs"):
         FolderReader(chain).load()
     shutil.copytree(chain / "weight_v000001", chain.parent / "one/weight_v000001")
@@ -402,8 +401,7 @@ def test_old_versions_are_removed_before_those_that_they_build_on(
     with pytest.raises(InterruptedError):
         folder.publish(StateView(4, small(4)))
     assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4)]
-    larger = WeightFolder(tmp_path / "out", model, deltas=2, keep=9)
-    larger.publish(StateView(5, small(5)))
+    WeightFolder(tmp_path / "out", model, deltas=2, keep=9).publish(StateView(5, small(5)))
     assert versions_in(tmp_path / "out") == [f"weight_v00000{n}" for n in (1, 2, 4, 5)]
 
 
@@ -597,7 +595,6 @@ def read(out: Path) -> Read | None:
         return None
     reader = FolderReader(out)
     tensors = reader.load()
-    assert reader.version
     complete = list(reader.version.folder.glob("config.json"))
     assert complete or reader.version.base is not None
     return replace(reader.version, folder=Path()), tensors

@@ -16,7 +16,6 @@ from trinity_sync.errors import ConfigError, RootError
 from trinity_sync.fs.file_system import find_mount
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.block_reuse import can_reuse_blocks
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
@@ -100,14 +99,13 @@ def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_fol
     with restricted(tmp_path, "link", "direct") as mount:
         require_capabilities(mount)
         assert not can_reuse_blocks(mount, True)
-        job = Job(mount, open_job_spool(spool_folder, mount))
+        job = Job.open(mount, spool_folder)
         for run in (1, 2):  # the second takes the place of the first one's step
             open_run(mount, f"run {run}", 0)
             job.commit_states(4, {"model": {"w": torch.full((5000,), float(run))}}, run=run)
         assert open_run(mount, "run 2", 0).number == 2
         assert load_states(mount, 4, "actor")["model"]["w"][0] == 2
-        for stager in job.stagers.values():
-            stager.close()
+        job.close()
 
 
 @pytest.mark.parametrize(

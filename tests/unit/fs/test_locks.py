@@ -63,7 +63,6 @@ def running(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout
         assert process.stdout.readline() == "ready\n"
         yield process
 
@@ -231,7 +230,6 @@ def test_a_lock_timeout_names_all_holders(
         with acquire_file_lock(path, shared=True, limit_s=0):
             pass
         for holder in (one, other):
-            assert holder.stdin
             holder.stdin.close()
         with acquire_file_lock(path, limit_s=60):
             pass

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,6 @@ from trinity_sync.pipeline.order import ORDER
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import lock_image
 from trinity_sync.storage.discovery import read_latest_pointer
 
@@ -56,12 +56,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other(tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
     """Another job of the node; by name it comes after the first."""
-    root = tmp_path / "other"
-    root.mkdir()
-    made = Job(root, open_job_spool(spool_folder, root))
-    yield made
-    for stager in made.stagers.values():
-        stager.close()
+    with closing(Job.open(tmp_path / "other", spool_folder)) as job:
+        yield job
 
 
 @pytest.fixture
@@ -267,5 +263,4 @@ def test_a_root_that_hangs_while_it_is_mirrored_keeps_no_lock_of_the_catalog(
             assert time.monotonic() - began < 10
         thread.join()
         with engine.connect() as connection:
-            rows = connection.execute(select(JobRow.root)).scalars()
-            assert str(other.root) in {*rows}
+            assert str(other.root) in {*connection.execute(select(JobRow.root)).scalars()}

@@ -90,8 +90,7 @@ def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
     settings = Settings(home=tmp_path)
     job.commit_states(7, {"model": {"w": torch.zeros(3)}})
     register_root(settings.home, job.root)
-    port = WorkerMetrics().serve(settings, at(free_port()))
-    assert newest_step(port) == 7
+    assert newest_step(WorkerMetrics().serve(settings, at(free_port()))) == 7
 
 
 def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:
@@ -117,8 +116,7 @@ def newest_step(port: int) -> float:
 def test_images_that_wait_and_free_memory_can_be_scraped_also_before_a_save(
     job: Job, tmp_path: Path
 ) -> None:
-    spool = job.spool.folder.parent
-    settings = Settings(home=tmp_path, spool=spool)
+    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
     port = WorkerMetrics().serve(settings, at(free_port()))
     for step in (1, 2, 3):  # two slots, so the first is evicted
         job.stage(step, {"model": {"w": torch.zeros(3)}})

@@ -24,8 +24,7 @@ from trinity_sync.storage.commit import commit
 
 
 def test_the_page_of_a_commit_says_first_how_it_went(job: Job) -> None:
-    states = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.zeros(99)}}
-    job.stage(40, states)
+    job.stage(40, {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.zeros(99)}})
     written = job.persist(40, "model", "optim")
     submitted = written[0].submitted_at
     manifest = commit(

@@ -130,7 +130,6 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
 
     asyncio.run(execute())
     told = read_entry(job.request(1))
-    assert told
     assert (told.is_left, why in told.message) == (True, True)
     ended = {"cannot import": ["Crashed"], "Wrong parameters: colour": ["Failed"]}
     assert [state.name for state in states] == ended.get(why, [])

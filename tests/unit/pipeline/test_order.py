@@ -46,8 +46,6 @@ from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.order import ORDER, Driver, Part, is_io_error
 from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.identity import open_identity
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.manifest import read_manifest
 
@@ -178,21 +176,17 @@ class Node:
 
     def begin_job(self, *, required: bool = False) -> tuple[Job, SaveRequest]:
         """Return a job with a committed step, and the request of the next one."""
-        root = self.folder / f"ckpts{next(self.numbers)}"
-        root.mkdir()
-        open_identity(root)
-        job = Job(root, open_job_spool(self.spool, root))
+        job = Job.open(self.folder / f"ckpts{next(self.numbers)}", self.spool)
         job.commit_states(1, {"model": STATE})
-        remote = {"remote": f"file://{root}-remote", "remote_required": required}
-        write_job_settings(root, remote)
+        remote = {"remote": f"file://{job.root}-remote", "remote_required": required}
+        write_job_settings(job.root, remote)
         job.stage(2, {"model": STATE}, keep=1, export="hf_model")
         return job, job.request(2, components=("model",))
 
     def end_of(self, job: Job, failure: str) -> dict[str, Any]:
         """What everybody sees of the second step, and what else there is."""
         images = job.spool.tickets()[0]
-        for stager in job.stagers.values():
-            stager.close()
+        job.close()
         return {
             "failure": failure,
             "steps": [step for step in steps_on_disk(job.root) if read_manifest(job.root, step)],

@@ -21,8 +21,7 @@ FOLDER = Path(__file__).parents[3] / "deploy"
 
 
 def loaded(name: str) -> dict[str, Any]:
-    body: dict[str, Any] = yaml.safe_load((FOLDER / name).read_text())
-    return body
+    return yaml.safe_load((FOLDER / name).read_text())
 
 
 def texts(value: Any) -> Iterator[str]:

@@ -198,9 +198,7 @@ SPOOL_USES: dict[str, Callable[[Scene], object]] = {
 def test_a_spool_of_another_release_is_named_once_and_the_others_are_swept(
     scene: Scene, change: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = scene.job.root.with_name("other")
-    root.mkdir()
-    other = Job(root, open_job_spool(scene.settings.spool, root))
+    other = Job.open(scene.job.root.with_name("other"), scene.settings.spool)
     other.stage(7, STATE)
     of_another_release(scene.find("spool"), change)
     with caplog.at_level(logging.WARNING):
@@ -208,7 +206,7 @@ def test_a_spool_of_another_release_is_named_once_and_the_others_are_swept(
         assert find_orphaned_steps(scene.job) == [7]
     (said,) = [each.message for each in caplog.records if str(scene.find("spool")) in each.message]
     assert re.search(upgrade(change), said)
-    other.stagers.pop(0).close()
+    other.close()
 
 
 def test_reconcile_and_a_doctor_name_a_spool_of_another_release_and_leave_it(scene: Scene) -> None:

@@ -28,8 +28,7 @@ def metadata(url: str, site: str = "") -> dict[str, Any]:
         text=True,
         check=True,
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def links_of(shown: dict[str, Any]) -> list[str]:

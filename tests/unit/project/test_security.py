@@ -208,8 +208,7 @@ def test_tensors_and_random_states_of_others_are_loaded_and_arrays_of_objects_ar
         of_others(path)
     theirs = load_states(job.root, 1, "actor")
     assert torch.equal(own["model"]["w"], theirs["model"]["w"])
-    found = theirs["extra_state"]["rng"]["numpy"]
-    assert np.array_equal(rng["numpy"][1], found[1])
+    assert np.array_equal(rng["numpy"][1], theirs["extra_state"]["rng"]["numpy"][1])
     path = tmp_path / "file.pt"
     torch.save({"a": np.array([Runs(tmp_path / "ran")], dtype=object)}, path)
     of_others(path)

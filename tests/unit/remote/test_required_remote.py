@@ -4,8 +4,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,10 +17,9 @@ import torch
 from s3fs import S3FileSystem
 from typer.testing import CliRunner
 
-from tests.support.job import Job
+from tests.support.job import Job, Noted
 from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import step_folder
@@ -31,10 +30,8 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import NOT_REPLICATED, plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import append
-from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity, read_identity
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
@@ -45,18 +42,6 @@ from trinity_sync.storage.runs import find_newest_run, open_run, record_left_out
 from trinity_sync.storage.steps_in_use import pin
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
-
-
-class Asked(SaveTrigger):
-    """No server: the test does what the flow would, and says how that ended."""
-
-    def submit(self, request: SaveRequest) -> None:
-        pass
-
-    def find_failures(
-        self, requests: Sequence[SaveRequest], begun: Collection[str]
-    ) -> dict[str, str]:
-        return {}
 
 
 @dataclass
@@ -74,7 +59,7 @@ class Machine:
     def open(self, **options: Any) -> CheckpointCoordinator:
         settings = Settings(spool=self.spool, home=self.folder)
         root = self.folder / "ckpts"
-        saves = CheckpointCoordinator(root, settings=settings, trigger=Asked(), **options)
+        saves = CheckpointCoordinator(root, settings=settings, trigger=Noted(), **options)
         self.closing.callback(saves.close, timeout=0)
         return saves
 
@@ -98,7 +83,6 @@ class Machine:
         saves.save(step, {"model": state(step)})
         job = Job(saves.root, saves.spool)
         run = find_newest_run(saves.root)
-        assert run
         written = job.persist(step, run=run.number)
         save = job.save(step, run=run.number)
         commit(save, written)
@@ -150,7 +134,6 @@ def test_a_new_machine_never_fetches_a_step_that_was_superseded(machine: Make) -
     back.load(10)
     first.commit(back, 15)
     remote = Remote(first.url)
-    assert remote.folder
     os.truncate(step_folder(remote.folder, 15) / "actor/model_world_size_1_rank_0.pt", 10)
     assert machine("second").start("three", load=False).latest_step() == 10
 
@@ -184,10 +167,8 @@ def test_a_new_root_does_not_continue_a_job_whose_root_is_still_here(machine: Ma
 
 def test_a_root_that_has_the_newest_or_a_newer_one_fetches_nothing(machine: Make) -> None:
     one = machine("one")
-    saves = one.train("first", 1)
-    one.commit(saves, 2, sent=False)
-    again = one.start("second", load=False)
-    assert again.latest_step() == 2
+    one.commit(one.train("first", 1), 2, sent=False)
+    assert one.start("second", load=False).latest_step() == 2
     assert [step.step for step in Remote(one.url).list_steps()] == [1]
 
 
@@ -204,7 +185,6 @@ def test_a_machine_that_returns_fetches_a_later_run_and_its_pinned_step_stays_in
     replaced = back.root / ".trinity_sync/quarantine/pinned-of-run-1"
     assert read_manifest(replaced, 2) == before
     newest = find_newest(back.root)
-    assert newest
     assert (newest.run, read_manifest(back.root, 2)) == (2, newest)
     assert not list((back.root / ".trinity_sync/fetching").iterdir())
 
@@ -230,7 +210,6 @@ def test_a_run_whose_record_has_changed_since_its_first_step_is_the_same_trainin
     here = machine("here")
     saves = here.train("one", 1)
     run = find_newest_run(saves.root)
-    assert run
     record_left_out(saves.root, run, ["actor"], ["actor/optim"])  # as another load of the run does
     here.commit(saves, 2)
     assert Remote(here.url).read_step(2).state == "valid"
@@ -321,19 +300,15 @@ def test_a_corrupted_copy_is_skipped_for_the_step_before(
     first = machine("first")
     first.train("one", 1, 2)
     whole = Remote(first.url).read_file(2, SHARD)
-    assert whole
     Remote(first.url).write_file(2, SHARD, bytes(len(whole)))
-    resumed = machine("second").start("two")
-    assert resumed.latest_step() == 1
+    assert machine("second").start("two").latest_step() == 1
     assert "using the step before" in caplog.text
 
 
 def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
     one = machine("one")
-    saves = one.train("first", 1)
-    (step_folder(saves.root, 1) / SHARD).write_bytes(b"cut")
-    again = one.start("second")
-    assert again.latest_step() == 1
+    (step_folder(one.train("first", 1).root, 1) / SHARD).write_bytes(b"cut")
+    assert one.start("second").latest_step() == 1
 
 
 def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(machine: Make) -> None:
@@ -342,8 +317,7 @@ def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(machine: M
     saves.wait_all(60)
     one.commit(saves, 2, sent=False)
     assert len(saves.commit_seconds) == 1
-    request = Job(saves.root, saves.spool).request(2)
-    append(request, "failed", "the store is full")
+    append(Job(saves.root, saves.spool).request(2), "failed", "the store is full")
     with pytest.raises(
         SaveFailedError, match=r"brought to file://.*in the root only: the store is full"
     ):
@@ -440,19 +414,15 @@ def test_a_training_does_not_begin_without_its_required_remote(
 def test_a_job_gets_a_required_remote_with_its_next_start(machine: Make, tmp_path: Path) -> None:
     one = machine("one")
     root = one.folder / "ckpts"
-    root.mkdir()
-    job = Job(root, open_job_spool(one.spool, root))
-    open_run(root, "before", 0)
-    job.commit_states(1, {"model": state(1)})
+    with closing(Job.open(root, one.spool)) as job:
+        open_run(root, "before", 0)
+        job.commit_states(1, {"model": state(1)})
     manifest = read_manifest(root, 1)
-    assert manifest
     assert is_replicated(root, manifest)  # there is none
     saves = one.start("first")
     assert not is_replicated(root, manifest)
     one.commit(saves, 2)
     assert replicate_missing(root, one.url) == [1]
-    for stager in job.stagers.values():
-        stager.close()
 
 
 def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
@@ -466,7 +436,6 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     assert (found["remote"].state, "it lacks [2]" in found["remote"].found) == ("warn", True)
     assert "\tvalid" in run(app, ["verify", one.url]).output
     content = Remote(one.url).read_file(1, SHARD)
-    assert content
     Remote(one.url).write_file(1, SHARD, bytes(len(content)))
     found = run(app, ["verify", one.url, "1"])
     assert (found.exit_code, f"\tcorrupted\t{SHARD} has other bytes" in found.output) == (3, True)

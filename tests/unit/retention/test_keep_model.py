@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,6 @@ from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as drive
 from trinity_sync.retention.removal import RemovalPlan, Rules
-from trinity_sync.snapshot.identity import open_identity
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage import discovery
 from trinity_sync.storage.discovery import (
     find_newest,
@@ -215,8 +214,7 @@ def test_a_killed_reduction_leaves_steps_whole_or_weights_and_the_next_one_finis
         assert find_newest(root).step == 40
         for path in root.glob("global_step_*"):
             step = int(path.name.split("_")[2])
-            left = read_manifest(root, step).removed
-            assert left in ((), ("extra_state", "optim"))
+            assert read_manifest(root, step).removed in ((), ("extra_state", "optim"))
             require_committed(root, step)
         prune(root)
         assert kept(root) == {20: "weights", 40: "whole"}
@@ -229,19 +227,14 @@ def test_a_full_disk_gets_room_for_the_manifests_of_weights(
     small_disk: Path, spool_folder: Path, models: str
 ) -> None:
     root = small_disk / "ckpts"
-    root.mkdir()
-    open_identity(root)
-    job = Job(root, open_job_spool(spool_folder, root))
-    open_run(root, "first", 0)
-    for step in (10, 20, 30):
-        save(job, step)
-    for stager in job.stagers.values():
-        stager.close()
+    with closing(Job.open(root, spool_folder)) as job:
+        open_run(root, "first", 0)
+        for step in (10, 20, 30):
+            save(job, step)
     if models == "all":  # which removes no step
         (spares := root / ".trinity_sync/spare").mkdir()
         (spares / "left").write_bytes(bytes(1 << 20))
-    room = shutil.disk_usage(small_disk).free
-    (small_disk / "other").write_bytes(bytes(room))
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
     done = prune(root, models=models)
     assert [each.step for each, _ in done.reduced] == ([20] if done.removed else [10, 20])
     assert Checkpoints(root).steps() == [30]

@@ -518,8 +518,7 @@ def test_a_ticket_without_a_step_keeps_no_step_and_is_named(
     commit(job.root, 1, 2, 3)
     path = ticket_of(job, 9)
     path.write_bytes(content)
-    done = prune(job.root, spool=job.spool.folder.parent)
-    assert numbers(done.removed) == [1, 2]
+    assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [1, 2]
     (said,) = [record.message for record in caplog.records if str(path) in record.message]
     assert "Remove the ticket" in said
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,6 @@ from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import slot_pool
-from trinity_sync.snapshot.identity import open_identity
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
@@ -210,11 +208,8 @@ def test_no_call_of_a_training_that_has_saved_raises_what_the_world_does(
 @pytest.fixture
 def job_on_disk(small_disk: Path, spool_folder: Path) -> Iterator[Job]:
     """A job whose root is on a file system of 4 MiB."""
-    (root := small_disk / "ckpts").mkdir()
-    open_identity(root)
-    job = Job(root, open_job_spool(spool_folder, root))
-    yield job
-    job.stager().close()
+    with closing(Job.open(small_disk / "ckpts", spool_folder)) as job:
+        yield job
 
 
 def test_a_commit_has_the_room_of_spare_files_on_a_full_disk(job_on_disk: Job) -> None:

@@ -17,8 +17,6 @@ from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import Journal, read_entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.identity import open_identity
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.restore import load_states
@@ -135,9 +133,7 @@ def test_a_save_that_kills_its_savers_fails_and_holds_up_no_other(
 ) -> None:
     """Before its commit, or after it."""
     spool, root = job.spool.folder.parent, tmp_path / "other"
-    root.mkdir()
-    open_identity(root)
-    other = Job(root, open_job_spool(spool, root))
+    other = Job.open(root, spool)
     write_job_settings(job.root, {"remote": (tmp_path / "remote").as_uri()})
     job.stage(step, {"model": {"w": torch.ones(9)}})
     ends = []
@@ -153,5 +149,4 @@ def test_a_save_that_kills_its_savers_fails_and_holds_up_no_other(
     assert [each.step for each in iter_committed_steps(job.root)] == [2] * (step == 2)
     assert [each.step for each in iter_committed_steps(root)] == [11, 12, 13]
     assert not [*spool.glob(f"*/*{saver_module.BEGUN}")]
-    for stager in other.stagers.values():
-        stager.close()
+    other.close()

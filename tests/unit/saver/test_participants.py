@@ -132,8 +132,7 @@ def test_all_roles_resume_from_the_moment_of_the_cut_after_all_were_killed(
     trainer.wait_all(60)
     trainer.close()
 
-    again = queue(trainer.root, "second", "restored")
-    assert again.began == "4 2 ii"
+    assert queue(trainer.root, "second", "restored").began == "4 2 ii"
     with join(trainer, key="second") as resumed:
         assert resumed.load(4) == {"cursor": 17}
     with pytest.raises(ConfigError, match="has files"):

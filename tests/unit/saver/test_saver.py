@@ -389,8 +389,7 @@ def test_a_step_that_the_remote_has_refused_is_sent_when_it_is_submitted_again(
 ) -> None:
     remote = tmp_path / "remote"
     saves = coordinator(job={"remote": remote.as_uri(), "remote_required": True})
-    theirs = encode_record(JobIdentity("another", "/elsewhere"))
-    (remote / IDENTITY_FILE).write_text(theirs)
+    (remote / IDENTITY_FILE).write_text(encode_record(JobIdentity("another", "/elsewhere")))
     if by_function:
         saves.save_async("other", lambda: None, 1)
 
@@ -481,8 +480,7 @@ def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Sett
         saves.save_sync(lambda: None, 3)  # it has ended by then
         asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
         (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
-        saver = Saver(settings.spool, NodeWriting())
-        assert saver._look()
+        assert Saver(settings.spool, NodeWriting())._look()
         saves.wait_all(60)
     assert read_latest_pointer(job.root, "checkpoint") == 3
     assert len(require_committed(job.root, 3).callables) == 1
@@ -545,8 +543,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
 
 def test_a_file_at_the_place_of_the_pipe_is_replaced(coordinator: Make, settings: Settings) -> None:
     wake_path(settings.spool, name_saver()).touch()
-    saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    coordinator().save(1, {"model": {"w": torch.ones(3)}}).wait(60)
 
 
 def test_a_saver_does_not_wait_for_what_has_vanished(job: Job, settings: Settings) -> None:

@@ -86,7 +86,6 @@ def flow_run(job: Job) -> "Iterator[subprocess.Popen[str]]":
     command = [PYTHON, "-c", FLOW_RUN, request.model_dump_json()]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
-        assert process.stdout
         assert process.stdout.readline() == "persisted\n"
         yield process
 
@@ -358,7 +357,6 @@ def test_a_flow_run_and_the_saver_that_commit_at_once_do_no_harm(
         await_that(lambda: len([*step.rglob("*.tmp")]) == 2, "the saver has written both files")
         process = ending.enter_context(flow_run(job))
         assert len([*step.rglob("*.tmp")]) == 4
-        assert process.stdin
         process.stdin.write("\n")
         process.stdin.flush()
     assert process.returncode == 0

@@ -128,8 +128,7 @@ def test_one_nan_in_one_shard_of_one_rank_is_named_and_the_step_before_is_the_he
         states = training.step()
         ranks[0].save(step, states)
         if step == 2:
-            moments = states["optim"]["state"][1]["exp_avg"]
-            moments[place] = float("nan")
+            states["optim"]["state"][1]["exp_avg"][place] = float("nan")
         ranks[1].save(step, states)
         for each in ranks:
             each.wait_all(60)

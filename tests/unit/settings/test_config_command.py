@@ -119,8 +119,7 @@ def test_settings_are_compared_with_the_file_that_up_was_given(home: Path, tmp_p
     path, other = tmp_path / "trinity_sync.toml", tmp_path / "other.toml"
     path.write_text("[worker]\nnice = 5\n")
     other.write_text("[worker]\nnice = 7\n")
-    recorded = StackSettings(worker={"nice": 5})
-    state = replace(running(recorded), config=str(path))
+    state = replace(running(StackSettings(worker={"nice": 5})), config=str(path))
     write_state(home, state)
     with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: ""}):
         assert embedded.find_changes(embedded.find(Settings()) or StackState()) == ()

@@ -23,7 +23,7 @@ from trinity_sync.saves.save_status import mark_failed
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import IDENTITY_FILE, job_id, open_identity, read_identity
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import list_job_spools, open_job_spool
+from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.manifest import read_manifest
@@ -278,9 +278,7 @@ def test_images_that_a_node_has_of_both_jobs_are_told_apart_by_its_worker(
     jobs = []
     for step in (20, 10):
         shutil.rmtree(root, ignore_errors=True)
-        root.mkdir()
-        open_identity(root)
-        jobs.append(Job(root, open_job_spool(settings.spool, root)))
+        jobs.append(Job.open(root, settings.spool))
         jobs[-1].stage(step, {"model": {"w": torch.zeros(3)}})
     later = time.time() + 60
     found = find_orphaned_saves(settings.spool, grace_s=0, clock=lambda: later)

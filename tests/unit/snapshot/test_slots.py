@@ -104,8 +104,7 @@ def test_a_child_that_is_forked_while_its_parent_reads_gives_back_what_it_reads_
     os.close(say)
     held.unlock()
     said = os.read(answer, 1)
-    slot = Slot(held.path)
-    free = slot.try_lock()
+    free = Slot(held.path).try_lock()
     for fd in (tell, ends, answer):
         os.close(fd)
     os.waitpid(child, 0)
@@ -145,8 +144,7 @@ def test_a_process_that_ends_late_leaves_the_slots_to_the_one_that_was_started(j
     ends_late = job.stagers.pop(0)
     upload(job, 1, weights(1), run=2)
     ends_late.close()
-    version = upload(job, 2, weights(2), run=2)
-    mapped(version).unlock()
+    mapped(upload(job, 2, weights(2), run=2)).unlock()
     job.commit_states(3, state(3), run=2)
     job.stagers.pop(0).close()
     assert slots(job) == []
@@ -155,16 +153,14 @@ def test_a_process_that_ends_late_leaves_the_slots_to_the_one_that_was_started(j
 def test_a_sleeping_reader_delays_no_save(job: Job) -> None:
     asleep = mapped(upload(job, 1, weights(1)))
     for step in range(1, 6):
-        staged = job.stage(step, state(step))
-        assert staged.waited_s < 0.1
+        assert job.stage(step, state(step)).waited_s < 0.1
         assert torch.equal(committed(job, step), weights(step)["w"])
     assert asleep.try_lock(read_version_tag(asleep.path).image)  # type: ignore[union-attr]
 
 
 def test_a_save_of_an_uploaded_step_takes_its_image(job: Job) -> None:
     version = upload(job, 1, weights(1))
-    staged = job.stage(1, state(1))
-    assert staged.nbytes == 0
+    assert job.stage(1, state(1)).nbytes == 0
     ((sealed,), _) = job.spool.tickets()
     assert sealed.ticket.image == version.images[0].image
     assert torch.equal(committed(job, 1), weights(1)["w"])
@@ -242,8 +238,7 @@ def test_an_upload_whose_slot_was_removed_is_staged_again(job: Job) -> None:
     first = upload(job, 1, weights(1))
     remove_spool(job)
     assert job.stager().publish(job.origin(1), "model") is None
-    again = upload(job, 1, weights(1))
-    assert again.images[0].image != first.images[0].image
+    assert upload(job, 1, weights(1)).images[0].image != first.images[0].image
     remove_spool(job)
     job.stage(1, state(1))
     assert torch.equal(committed(job, 1), weights(1)["w"])

@@ -119,8 +119,7 @@ def test_while_nothing_saves_training_does_not_wait_for_old_images_or_those_of_a
     if is_away:
         job.spool.away.touch()
     for step in range(1, 6):
-        staged = job.stage(step, {"model": {"w": torch.zeros(3)}})
-        assert staged.waited_s < 1
+        assert job.stage(step, {"model": {"w": torch.zeros(3)}}).waited_s < 1
         now[0] += 60
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [4, 5]
 
@@ -273,8 +272,7 @@ def test_a_slot_that_another_trainer_has_just_filled_is_not_free(job: Job) -> No
     mine, other = (Stager(job.spool, slots=1, slot_wait_s=0.2, clock=lambda: 1e10) for _ in "12")
     state = {"model": {"w": torch.ones(3)}}
     other.stage(job.origin(1), state, seals=False)
-    tag = other.publish(job.origin(1), "model")
-    assert tag is not None
+    assert other.publish(job.origin(1), "model") is not None
     (published,) = job.spool.folder.glob("*.published")
     other.memory.close()  # whose thread reads it, too
     with (
@@ -516,8 +514,7 @@ def test_a_state_is_held_if_no_byte_of_it_has_changed_however_large(job: Job, ch
         state["small.99"][6] = -1
     elif changed == "the end of a large one":
         state["large"][-1] = -1
-    held = job.stager().holds(job.origin(1), "model", state)
-    assert held == (changed == "nothing")
+    assert job.stager().holds(job.origin(1), "model", state) == (changed == "nothing")
 
 
 def test_the_failure_of_a_save_is_never_noted_at_the_image_of_a_later_save(job: Job) -> None:

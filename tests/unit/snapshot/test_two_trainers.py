@@ -122,9 +122,7 @@ def test_an_upload_that_another_trainer_has_overwritten_is_not_published(
     second.upload(6)
     assert first.publish(5) is None
     assert version_in(first.job.spool, first.job.root, 1, 5).images == ()
-    published = second.publish(6)
-    assert published
-    require_published(second, published)
+    require_published(second, second.publish(6))
 
 
 def test_an_image_that_a_save_was_laid_out_with_stays_until_it_is_sealed(
@@ -133,7 +131,6 @@ def test_an_image_that_a_save_was_laid_out_with_stays_until_it_is_sealed(
     first, second = trainers
     first.upload(5)
     published = first.publish(5)
-    assert published
     plan = first.stager.lay_out(first.job.origin(5), first.state(5))
     second.upload(6)  # into a slot that it adds
     assert published.image in first.stager.copy(plan).images

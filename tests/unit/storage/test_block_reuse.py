@@ -307,8 +307,7 @@ def test_a_file_that_was_altered_or_others_may_write_is_written_again(
         first.chmod(0o666)
     else:
         flip_a_byte(first, int(place * first.stat().st_size))
-    second = save(job, 2)
-    assert second.stat().st_ino != first.stat().st_ino
+    assert save(job, 2).stat().st_ino != first.stat().st_ino
     loaded = load_states(job.root, 2, "actor", world_size=1)
     assert torch.equal(loaded["model"]["w"], torch.ones(NUMBERS))
 

@@ -286,8 +286,7 @@ def test_what_is_missing_is_named_and_nothing_is_committed(
 
 def test_a_truncated_image_is_named_with_step_role_and_rank(job: Job) -> None:
     job.stage(4, {"model": state(1)})
-    slot = job.spool.tickets()[0][0].slot
-    os.truncate(slot, 100)
+    os.truncate(job.spool.tickets()[0][0].slot, 100)
     with pytest.raises(ImageError, match=r"step 4, role actor, rank 0 .*truncated: 100 of"):
         job.commit(4)
     assert find_newest(job.root) is None

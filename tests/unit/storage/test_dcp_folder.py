@@ -110,7 +110,6 @@ def test_a_run_that_a_restored_root_has_lost_keeps_no_folder(
 ) -> None:
     folder = save(1)
     record = read_record(folder)
-    assert record
     (folder / RECORD).write_bytes(encode_manifest(replace(record, run=9, step=9)))
     (folder / "__0_0.distcp").unlink()  # it has another name in the root
     (folder / "__0_0.distcp").write_bytes(b"of run 9")

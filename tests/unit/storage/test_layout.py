@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from trinity_sync.layout import (
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import register_root
-from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
+from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 
 NO_STEPS = ["007", "\u0667", "+7", "-7", "7_0", " 7", "7 ", "7\n", "", "9" * 19, "7.bak", "0x7"]
@@ -87,11 +88,9 @@ def test_a_root_of_any_name_saves_and_is_known(
     tmp_path: Path, spool_folder: Path, name: str
 ) -> None:
     root = tmp_path / name
-    root.mkdir()
     refuse_url(root)
-    job = Job(root, open_job_spool(spool_folder, root))
-    job.commit_states(4, {"model": {"w": torch.zeros(3)}})
-    job.stager().close()
+    with closing(Job.open(root, spool_folder)) as job:
+        job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     assert find_newest(root).step == 4
     assert job.spool.read_root() == root
     assert get_job_spool(job.spool.folder, job.save(4)) == job.spool

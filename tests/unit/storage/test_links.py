@@ -66,8 +66,7 @@ def test_a_step_that_is_linked_after_the_plan_is_spared(tmp_path: Path, elsewher
         commit_files(tmp_path, step)
     made = plan_prune(tmp_path, Rules(*[parse_policy("last=1")] * 2), now=2e9)
     move_away(step_folder(tmp_path, 1), elsewhere)
-    done = prune_root(tmp_path, made)
-    assert [why for _, why in done.spared] == [LINKED]
+    assert [why for _, why in prune_root(tmp_path, made).spared] == [LINKED]
 
 
 @pytest.mark.parametrize("part", ["actor", MODEL])

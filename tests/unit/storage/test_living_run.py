@@ -231,8 +231,7 @@ def test_a_training_that_is_taken_over_is_told_at_once_and_its_next_save_is_refu
 def test_the_setting_takes_over_where_a_switch_makes_the_coordinator(
     job: Job, start: Start, spool_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = start("first")
-    assert first.do("saves.begin()") == "done"
+    assert start("first").do("saves.begin()") == "done"
     monkeypatch.setattr(runs, "WAIT_S", 0.0)
     monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
     with CheckpointCoordinator(job.root) as saves, pytest.raises(RootInUseError, match="run 1 of"):
@@ -275,8 +274,7 @@ def test_a_call_that_asks_or_annotates_begins_no_run(
 def test_metrics_that_another_process_records_count_for_the_run_of_their_step(
     job: Job, coordinator_of: Open
 ) -> None:
-    training = coordinator_of(run_key="first")
-    training.save(30, MODEL)
+    coordinator_of(run_key="first").save(30, MODEL)
     driver = coordinator_of(run_key="first")  # of the same start; it saves nothing itself
     driver.record_metrics(30, {"reward": 0.9})
     driver.close()
@@ -396,8 +394,7 @@ def test_a_key_of_an_earlier_start_brings_no_state_of_it(job: Job, start: Start)
     first.save(4)
     first.kill()
     shutil.rmtree(job.root / "global_step_4", ignore_errors=True)  # rm -rf ckpts/*
-    again = start("constant")
-    assert again.do("saves.save(4, {'model': {'w': torch.zeros(3)}})") == "done"
+    assert start("constant").do("saves.save(4, {'model': {'w': torch.zeros(3)}})") == "done"
     earlier, later = sorted(list_runs(job.root), key=lambda run: run.number)
     assert earlier.key != later.key
     with pytest.raises(SupersededError, match="run 2 resumed from step 0"):

@@ -33,7 +33,6 @@ from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import PendingSave
 from trinity_sync.snapshot.image import LaidOut, lay_out
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage import save_timing
@@ -75,7 +74,6 @@ def list_parts(root: Path, step: int) -> list[Path]:
 
 
 def paths_of(manifest: Manifest | None) -> list[str]:
-    assert manifest
     return [record.path for record in manifest.files]
 
 
@@ -84,13 +82,11 @@ def test_a_rank_reads_its_own_part_and_knows_the_whole_step(many: Job) -> None:
     committed = many.commit(1)
     whole, mine = read_manifest(many.root, 1), read_manifest(many.root, 1, ranks={3})
     head = read_manifest(many.root, 1, ranks=())
-    assert whole
     assert paths_of(whole) == sorted(paths_of(committed))
     assert whole.parts == ()
     assert paths_of(mine) == [f"actor/model_world_size_4_rank_{rank}.pt" for rank in (2, 3)]
     assert paths_of(head) == []
     for each in (mine, head):
-        assert each
         assert (each.roles, each.nbytes, each.kinds) == (("actor",), whole.nbytes, whole.kinds)
     assert len(list_parts(many.root, 1)) == 2
 
@@ -113,8 +109,7 @@ def test_a_rank_waits_until_its_own_images_are_committed(many: Job) -> None:
     ]
     assert [each.find_result(None, many.spool) for each in waiting] == [None] * RANKS
     many.commit(1)
-    results = [each.find_result(None, many.spool) for each in waiting]
-    assert results == [""] * RANKS
+    assert [each.find_result(None, many.spool) for each in waiting] == [""] * RANKS
 
 
 def test_a_part_that_is_altered_or_missing_uncommits_its_step(many: Job) -> None:
@@ -150,7 +145,6 @@ def test_what_a_rank_has_read_is_never_written_as_the_whole(many: Job) -> None:
     stage(many, 1)
     many.commit(1)
     mine = read_manifest(many.root, 1, ranks={0})
-    assert mine
     with pytest.raises(AssertionError, match="of other ranks would be lost"):
         write_manifest(many.root, mine)
     assert len(paths_of(read_manifest(many.root, 1))) == RANKS
@@ -243,9 +237,7 @@ def test_a_commit_that_dies_before_any_change_of_a_name_is_done_or_not(
     """And the next attempt commits it, and leaves no other parts."""
     outcomes = []
     for die_before in itertools.count(1):
-        root = tmp_path / f"dies-before-{die_before}"
-        root.mkdir()
-        job = Job(root, open_job_spool(spool_folder, root), RANKS)
+        job = Job.open(root := tmp_path / f"dies-before-{die_before}", spool_folder, RANKS)
         open_run(root, "first", 0)
         work = prepare(job)
         before = require_committed(root, 1)
@@ -257,13 +249,11 @@ def test_a_commit_that_dies_before_any_change_of_a_name_is_done_or_not(
         if outcomes[-1]:
             assert paths_of(now) == paths_of(after)
         head = read_manifest(root, 1, ranks=())
-        assert head
         assert [each.name for each in list_parts(root, 1)] == sorted(p.name for p in head.parts)
         for rank in range(RANKS):
             states = load_states(root, 1, "actor", rank=rank, world_size=RANKS)
             assert states["model"]["w"].tolist() == [rank + (after.run - 1) / 2] * 3
-        for stager in job.stagers.values():
-            stager.close()
+        job.close()
         if not died:
             break
     assert outcomes == sorted(outcomes)
@@ -273,7 +263,6 @@ def test_a_commit_that_dies_before_any_change_of_a_name_is_done_or_not(
 
 def read(job: Job, step: int) -> Manifest:
     manifest = read_manifest(job.root, step)
-    assert manifest
     return manifest
 
 
@@ -422,7 +411,6 @@ def test_a_sync_and_the_checkpoint_of_its_step_have_a_timing_each(job: Job) -> N
     first = job.commit(4, "model", "optim")
     again = job.commit(4, "model", "optim")  # a flow run that is retried after its commit
     found = read_manifest(job.root, 4)
-    assert found
     assert [timing.kind for timing in found.timings] == ["state_dict", "checkpoint"]
     assert found.timings[1] == first.timings[0] != again.timings[0]
     assert found.timings[1].nbytes == found.nbytes - found.timings[0].nbytes

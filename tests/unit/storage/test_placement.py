@@ -3,7 +3,7 @@
 import asyncio
 import json
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.job import Job, find_orphaned_saves
+from tests.support.job import Job, Noted, find_orphaned_saves
 from tests.unit.conftest import Open
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import CommitError, MissingShardsError, RootAwayError, SaveError
 from trinity_sync.layout import FOLDERS
 from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.pipeline.save import Share
-from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import open_job_spool
@@ -45,22 +43,6 @@ from trinity_sync.storage.save_functions import read_statuses
 MODEL = {"model": {"w": torch.arange(100.0)}}
 
 
-class Noted(SaveTrigger):
-    """Keeps what is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requests: list[SaveRequest] = []
-
-    def submit(self, request: SaveRequest) -> None:
-        self.requests.append(request)
-
-    def find_failures(
-        self, requests: Sequence[SaveRequest], begun: Collection[str]
-    ) -> dict[str, str]:
-        return {}
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path
@@ -71,8 +53,8 @@ def two_nodes(root: Path, spool_folder: Path) -> Iterator[list[Job]]:
     """Ranks 0 and 1 on node a, 2 and 3 on b, each with a memory of its own."""
     jobs = [Job(root, open_job_spool(spool_folder / node, root), world_size=4) for node in "ab"]
     yield jobs
-    for stager in [stager for job in jobs for stager in job.stagers.values()]:
-        stager.close()
+    for job in jobs:
+        job.close()
 
 
 def shares_of(jobs: list[Job]) -> list[NodeShards]:

@@ -60,7 +60,6 @@ from trinity_sync.retention.removal import Rules
 from trinity_sync.saves import journal
 from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.snapshot.packed import pack
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.storage.block_reuse import WORTHWHILE, list_spares, remove_folder
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.dcp_folder import FOLDER_FILE, link_step
@@ -314,7 +313,7 @@ def test_a_step_is_saved_through_a_link_of_this_user_and_not_of_another(
 def test_a_root_may_be_a_link(tmp_path: Path, spool_folder: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "ckpts").symlink_to(tmp_path / "disk")
-    job = Job(tmp_path / "ckpts", open_job_spool(spool_folder, tmp_path / "ckpts"))
+    job = Job.open(tmp_path / "ckpts", spool_folder)
     save(job, 1)
     save(job, 2)
     prune_to(job, 1)
@@ -494,11 +493,9 @@ def shared() -> Iterator[Path]:
 
 def test_users_of_a_group_train_in_one_root_in_turn(shared: Path) -> None:
     root = shared / "ckpts"
-    root.mkdir()
 
     def train(run: int, *steps: int) -> None:
-        open_identity(root)
-        job = Job(root, open_job_spool(shared / f"spool of {os.getuid()}", root))
+        job = Job.open(root, shared / f"spool of {os.getuid()}")
         open_run(root, str(run), steps[0] - 1)
         for step in steps:
             save(job, step, run, size=9)  # OpenMP's threads for a large one survive no fork
@@ -508,14 +505,12 @@ def test_users_of_a_group_train_in_one_root_in_turn(shared: Path) -> None:
                 prune_to(job, 2)
         for repair in FILE_REPAIRS:
             assert not list(repair(root))
-        for stager in job.stagers.values():
-            stager.close()
+        job.close()
 
     train(1, 1, 2, 3)
     as_another_user(lambda: train(2, 3, 4, 5), gid=os.getgid())
     train(3, 5, 6, 7)
     as_another_user(lambda: train(4, 8, 9, 10), gid=os.getgid())
     found = find_newest(root)
-    assert found
     assert (found.step, found.run) == (10, 4)
     assert stat.S_IMODE((root / PRIVATE_FOLDER / "trash").stat().st_mode) & 0o020

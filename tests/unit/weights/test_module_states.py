@@ -37,8 +37,7 @@ class Scaled(nn.Linear):
             self.scale = self.unpack(state)
 
     def unpack(self, state: Any) -> torch.Tensor:
-        found: torch.Tensor = state["scale"]
-        return found
+        return state["scale"]
 
     def get_extra_state(self) -> Any:
         return {"scale": self.scale.clone(), "recipe": ["delayed", 16]}
@@ -223,8 +222,7 @@ def test_a_module_computes_with_what_was_loaded_or_the_load_is_refused_by_name(
 def test_a_state_in_the_place_of_its_module_is_refused_where_it_has_copies(
     job: Job, name: str
 ) -> None:
-    module = MODULES[name]()
-    save(job, 1, module.state_dict())
+    save(job, 1, MODULES[name]().state_dict())
     target = MODULES[name]()
     before = target.weight.clone()  # type: ignore[union-attr,operator]
     with pytest.raises(WeightSyncError, match=r"_extra_state is extra state|adjacency is"):

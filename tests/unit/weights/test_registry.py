@@ -125,9 +125,7 @@ def test_memory_is_preferred_to_a_commit_and_both_to_a_broadcast_which_cannot_be
     seen = []
     for source in ("nccl", "checkpoint", "memory"):
         registry.record(version(1, 5, source), 0.0)
-        newest = registry.newest()
-        assert newest
-        seen.append(newest.source)
+        seen.append(registry.newest().source)
     assert seen == ["nccl", "checkpoint", "memory"]
     assert registry.newest("checkpoint") == version(1, 5, "checkpoint")
     registry = VersionRegistry()

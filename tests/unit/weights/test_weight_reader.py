@@ -106,8 +106,7 @@ def test_a_tied_target_takes_no_version_whose_tensors_differ_or_are_a_part_of_it
 
 def compiled(module: nn.Module) -> nn.Module:
     """What torch.compile returns, whose inner module is compiled at its first call."""
-    wrapped: nn.Module = torch.compile(module)  # type: ignore[assignment]
-    return wrapped
+    return torch.compile(module)
 
 
 def checkpointed(module: nn.Module) -> nn.Module:
@@ -171,8 +170,7 @@ def test_a_float32_tensor_of_the_model_is_not_rounded_with_the_others(
             assert torch.equal(target["bias"], close * step)
             kept = dict(reader.iter_weights(keep_float32=["bias"]))
             assert torch.equal(kept["bias"], close * step)
-        rounded = dict(reader.iter_weights())
-        assert torch.equal(rounded["bias"], (close * 3).bfloat16())
+        assert torch.equal(dict(reader.iter_weights())["bias"], (close * 3).bfloat16())
 
 
 def test_a_reader_rounds_only_with_a_dtype(job: Job, versions: VersionFile) -> None:
@@ -280,7 +278,6 @@ def test_a_reader_never_has_parts_of_two_runs(
     ):
         have = [digest_bytes(memoryview(image.numpy())) for image in view.images]
     manifest = read_manifest(job.root, 1)
-    assert manifest
     assert (view.version.run, manifest.run) == (2, 2)
     assert have == [record.digest for record in manifest.files]
 
@@ -351,7 +348,6 @@ def test_what_is_read_instead_of_a_lost_runs_version_has_the_name_of_its_own_run
     job.commit_states(1, {"model": weights(1)})
     lost = Version(1, 1, "checkpoint", str(job.root), identity=job.identity, run_key="lost")
     assert loaded(reader, lost) == (1, 1)
-    assert reader.version
     assert reader.version.run_key == "first"
 
 
