@@ -421,7 +421,8 @@ class Stager:
 def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
     """Return a size in bytes, or that of the image of a module's or optimizer's state.
 
-    An optimizer with ``betas`` has two tensors a parameter, and one with ``momentum`` one.
+    An optimizer with ``betas`` has two tensors a parameter that is trained, and one with
+    ``momentum`` one.
 
     Raises:
         ConfigError: it is none of these.
@@ -432,7 +433,8 @@ def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
     elif not isinstance(size, torch.optim.Optimizer):
         return check_number("a size in bytes", size)
     else:
-        tensors = [each for group in size.param_groups for each in group["params"]]
+        given = (each for group in size.param_groups for each in group["params"])
+        tensors = [each for each in given if each.requires_grad]
         count = 2 if "betas" in size.defaults else int(bool(size.defaults.get("momentum")))
     return count * sum(get_shard(each).nbytes + ALIGNMENT for each in tensors)
 

@@ -31,6 +31,8 @@ from verl.workers.engine_workers import (
 )
 from verl.workers.utils.losses import value_loss
 
+from trinity_sync.integrations.verl.driver import wrap_fit
+
 RANKS, BATCH, PROMPT, ANSWER, VOCABULARY = 2, 4, 2, 4, 16
 STRATEGY = os.environ.get("STRATEGY", "fsdp2")
 ENGINES = "veomni_" if STRATEGY == "veomni" else ""
@@ -142,21 +144,27 @@ def main(model: str, root: str, steps: int, save_every: int, log: Path) -> None:
     config = configured(model, root)
     environment = OmegaConf.to_container(OmegaConf.create(get_ppo_ray_runtime_env(config)))
     ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=environment)
+    config.trainer.save_freq = save_every
     trainer = trainer_of(config)
     trainer._load_checkpoint()
-    with log.open("a", buffering=1) as lines:
-        for (seed,) in trainer.train_dataloader:
-            trainer.global_steps += 1
-            batch = experience(int(seed))
-            seen = [trainer._update_actor(batch), trainer._update_critic(batch)]
-            metrics = {k: repr(v) for each in seen for k, v in each.meta_info["metrics"].items()}
-            kept = {key: value for key, value in metrics.items() if "perf" not in key}
-            lines.write(json.dumps({"step": trainer.global_steps, **kept}) + "\n")
-            if trainer.global_steps % save_every == 0:
-                trainer._save_checkpoint()
-            if trainer.global_steps == steps:
-                break
-    trainer.actor_rollout_wg.async_calls_finalize_fn_exec(blocking=True)
+
+    def fit(trainer: Any) -> None:
+        with log.open("a", buffering=1) as lines:
+            for (seed,) in trainer.train_dataloader:
+                trainer.global_steps += 1
+                batch = experience(int(seed))
+                seen = [trainer._update_actor(batch), trainer._update_critic(batch)]
+                metrics = {
+                    k: repr(v) for each in seen for k, v in each.meta_info["metrics"].items()
+                }
+                kept = {key: value for key, value in metrics.items() if "perf" not in key}
+                lines.write(json.dumps({"step": trainer.global_steps, **kept}) + "\n")
+                if trainer.global_steps % save_every == 0:
+                    trainer._save_checkpoint()
+                if trainer.global_steps == steps:
+                    break
+
+    wrap_fit(fit)(trainer)
 
 
 if __name__ == "__main__":

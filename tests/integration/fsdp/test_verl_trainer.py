@@ -30,6 +30,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere, CommitsWhenTold, Fails
 from tests.integration.fsdp.models import manager_of
+from tests.support.job import mapped_nbytes
 from tests.support.waiting import until
 from trinity_sync import (
     CheckpointCoordinator,
@@ -39,6 +40,7 @@ from trinity_sync import (
     SaveFailedError,
 )
 from trinity_sync.integrations.verl.driver import (
+    add_methods,
     wrap_find_latest_ckpt_path,
     wrap_fit,
     wrap_get_ppo_ray_runtime_env,
@@ -73,9 +75,8 @@ class Workers:
     def load_checkpoint(self, local_path: str, del_local_after_load: bool) -> None:
         self.engine.load_checkpoint(local_path, None, del_local_after_load)
 
-    def async_calls_finalize_fn_exec(self, blocking: bool) -> None:
-        if blocking:
-            self.engine.checkpoint_manager.wait_on_save_thread()
+
+add_methods(Workers)
 
 
 class Seen(CheckpointCallback):
@@ -444,6 +445,24 @@ def test_a_training_ends_with_the_failure_of_a_save(start: Start, spool_folder: 
 
     with pytest.raises(SaveFailedError, match="the disk is full"):
         wrap_fit(train)(start(trigger=Fails()))
+
+
+def test_the_memory_of_a_first_save_is_touched_beside_the_first_steps(
+    start: Start, policy: Policy, config: DictConfig
+) -> None:
+    trainer = start()
+    coordinator = policy.engine.checkpoint_manager._coordinator
+    slots = {name: coordinator.spool.slot("actor", name, 0, 0) for name in ("model", "optim")}
+    wrap_fit(lambda _: None)(trainer)
+    assert not any(slot.exists() for slot in slots.values())  # a trainer that saves nothing
+    config.trainer.save_freq = 5
+
+    def train(trainer: Any) -> None:
+        for name, times in (("model", 1), ("optim", 2)):  # Adam's two tensors a parameter
+            nbytes = times * sum(each.nbytes for each in policy.engine.module.parameters())
+            until(lambda slot=slots[name], want=nbytes: mapped_nbytes(slot) >= want, name)
+
+    wrap_fit(train)(trainer)
 
 
 def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictConfig) -> None:

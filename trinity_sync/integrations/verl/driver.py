@@ -12,6 +12,7 @@ veRL itself. `manager` has the workers' checkpoint manager.
 """
 
 import functools
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import attaching_folder, refuse_url, step_folder
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.after_import import Call, replace_attributes, wrapper
 from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.settings import CONFIG, STACK_PREFIX
@@ -31,12 +32,15 @@ from trinity_sync.storage.discovery import is_foreign, read_latest_pointer
 from trinity_sync.storage.metrics import MetricsLog, find_run_of_step
 from trinity_sync.storage.runs import find_newest_run
 
+logger = logging.getLogger(__name__)
+
 SWITCH = "trinity_sync.integrations.verl.switch"
 ROOT = "TRINITY_SYNC_ROOT"
 """Variable with the job's root, for the back end of the weight transfer."""
 
 WAIT = "async_calls_finalize_fn_exec"
 """Method that veRL's trainers call before each step, and with ``blocking`` after the last one."""
+PREWARM = "prewarm_saves"
 
 
 @wrapper
@@ -71,12 +75,9 @@ def wrap_save_checkpoint(original: Call, trainer: Any) -> None:
         return original(trainer)
     async_save = "actor_rollout_ref.actor.checkpoint.async_save"
     OmegaConf.update(trainer.config, async_save, True, force_add=True)
-    groups = [trainer.actor_rollout_wg]
-    if trainer.use_critic and _saves_here(trainer.config.critic):
-        groups.append(trainer.critic_wg)
     deferred: list[Callable[[], Any]] = []
     with ExitStack() as meanwhile:
-        for group in groups:
+        for group in _list_groups(trainer).values():
             meanwhile.enter_context(_defer_calls(group, "save_checkpoint", deferred))
         if callback := getattr(trainer, "checkpoint_callback", None):
             folder = step_folder(trainer.config.trainer.default_local_dir, trainer.global_steps)
@@ -154,29 +155,44 @@ def open_metrics(root: Path) -> MetricsLog:
 
 @wrapper
 def wrap_fit(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a trainer's ``fit``: return once all saves are committed, or raise `SaveFailedError`."""
+    """Wrap a trainer's ``fit``: return once all saves are committed, or raise `SaveFailedError`.
+
+    The memory of the first save is touched beside the first steps.
+    """
+    if trainer.config.trainer.save_freq > 0:
+        root = str(Path(trainer.config.trainer.default_local_dir).resolve())
+        for role, group in _list_groups(trainer).items():
+            getattr(group, PREWARM)(root, role)
     result = original(trainer, *args, **kwargs)
     getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
     return result
 
 
-def add_wait_method(worker: type) -> None:
-    """Add the method with which trainers wait for saves to a worker class that lacks it."""
+def add_methods(worker: type) -> None:
+    """Add the methods that the trainers of `wrap_fit` call to a worker class."""
     from verl.single_controller.base.decorator import Dispatch, register
 
-    if hasattr(worker, WAIT):
-        return
+    def find(self: Any, name: str) -> Any:
+        engine = getattr(getattr(self, "actor", self), "engine", None)
+        return getattr(get_manager(engine), name, None)
 
     def wait(self: Any, blocking: bool = False) -> None:
         """Wait for all saves of this worker's engine; raises `SaveFailedError`."""
-        engine = getattr(self, "actor", self)
-        manager = get_manager(getattr(engine, "engine", None))
-        ours = getattr(manager, "wait_on_save_thread", None)
+        ours = find(self, "wait_on_save_thread")
         if blocking and ours:
             ours()
 
-    wait.__name__ = WAIT
-    setattr(worker, WAIT, register(dispatch_mode=Dispatch.ONE_TO_ALL)(wait))
+    def prewarm(self: Any, root: str, role: str) -> None:
+        """Touch the memory of this worker's first save in a thread; see its manager."""
+        if ours := find(self, "prewarm"):
+            try:
+                ours(Path(root), role)
+            except TrinitySyncError as error:
+                logger.warning("Saves will be slow, or fail: %s", error)
+
+    for name, method in ((WAIT, wait), (PREWARM, prewarm)):
+        method.__name__ = name
+        setattr(worker, name, register(dispatch_mode=Dispatch.ONE_TO_ALL)(method))
 
 
 @wrapper
@@ -234,6 +250,16 @@ def _has_critic(config: Any) -> bool:
 def _saves_here(config: Any) -> bool:
     """Return whether the switch replaces the manager of a worker's engine."""
     return str(config.strategy) in ("fsdp", "fsdp2", "veomni", "megatron")
+
+
+def _list_groups(trainer: Any) -> dict[str, Any]:
+    """Return the worker groups whose engines are saved here, by role."""
+    groups = {}
+    if _saves_here(trainer.config.actor_rollout_ref.actor):
+        groups["actor"] = trainer.actor_rollout_wg
+    if trainer.use_critic and _saves_here(trainer.config.critic):
+        groups["critic"] = trainer.critic_wg
+    return groups
 
 
 def get_manager(engine: Any) -> Any:

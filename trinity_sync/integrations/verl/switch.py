@@ -60,10 +60,10 @@ def _fully_async(module: ModuleType) -> None:
 
 
 def _workers(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl.driver import add_wait_method
+    from trinity_sync.integrations.verl.driver import add_methods
 
-    add_wait_method(module.TrainingWorker)
-    add_wait_method(module.ActorRolloutRefWorker)
+    add_methods(module.TrainingWorker)
+    add_methods(module.ActorRolloutRefWorker)
 
 
 DRIVER, SFT = "trinity_sync.integrations.verl.driver", "trinity_sync.integrations.verl.sft"

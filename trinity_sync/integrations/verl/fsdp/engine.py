@@ -46,10 +46,7 @@ def use_trinity_sync(
         trust_remote_code=engine.model_config.trust_remote_code,
         coordinator=coordinator,
     )
-    sizes = {"model": engine.module}
-    if manager.should_save_optimizer:
-        sizes["optim"] = engine.optimizer
-    coordinator.prewarm(sizes, role=role)
+    manager.prewarm(coordinator.root, role)
     engine.checkpoint_manager = manager
     return manager
 

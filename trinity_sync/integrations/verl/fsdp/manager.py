@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import (
     FSDPCheckpointManager as VerlFSDPCheckpointManager,
 )
@@ -187,6 +188,19 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         states = {"model": self.get_model_state()}
         return self._stage(coordinator, role, global_step, "state_dict", states)
 
+    def prewarm(self, root: Path, role: str) -> None:
+        """Touch the memory of a role's first save, as `CheckpointCoordinator.prewarm`; collective.
+
+        Optimizers of other libraries are left out: their states may be smaller than torch's.
+        """
+        sizes: dict[str, Any] = {"model": self.model}
+        if self.should_save_lora_only and self._has_lora():
+            adapter = select_adapters(dict(self.model.named_parameters()))
+            sizes["model"] = torch.nn.ParameterList(adapter.values())
+        if self.should_save_optimizer and isinstance(self.optimizer, torch.optim.Optimizer):
+            sizes["optim"] = self.optimizer
+        self._get_coordinator(root).prewarm(sizes, role=role)
+
     def get_model_state(self) -> dict[str, Any]:
         """Return this rank's shards to save: all weights, or those of the adapter.
 
@@ -197,8 +211,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                 ``save_lora_only`` would leave out weights that are trained.
         """
         state = get_model_state_to_stage(self.model)
-        wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
-        selected = select_adapters(state) if wanted and self._has_lora() else state
+        alone = self.should_save_lora_only and self._has_lora()
+        selected = select_adapters(state) if alone else state
         if not self._is_placed:  # placements do not change, nor does what is trained
             require_placed(state)
             require_trained(self.model, selected, state)
