@@ -57,7 +57,8 @@ class Record:
 def encode_record(record: Record, *, indent: int | None = None) -> str:
     """Return the text of a record whose values are plain values, records and containers of them."""
     format = {} if record.FORMAT is None else {"format": record.FORMAT}
-    return encode_body({**format, **msgspec.to_builtins(record)}, indent=indent)
+    body = {**format, **msgspec.to_builtins(record)}
+    return add_digest(json.dumps(body, indent=indent))
 
 
 def decode_record(kind: type[R], content: bytes, path: Path | str) -> R:
