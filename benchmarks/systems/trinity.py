@@ -137,7 +137,7 @@ class Prewarmed(Trinity):
             (ROLES[0], name, training.rank, estimate_nbytes(source))
             for name, source in sources.items()
         ]
-        self._stager.prewarm(lambda: sizes)
+        self._stager.memory.map_slots(lambda: sizes)
 
 
 class InPlace(Trinity):

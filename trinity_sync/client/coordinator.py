@@ -482,7 +482,7 @@ class CheckpointCoordinator(Collaborators):
         self.wait_staged()
         images = [(role, name, self.rank, estimate_nbytes(size)) for name, size in sizes.items()]
         self.require_room(sum(nbytes for *_, nbytes in images))
-        self._stager.prewarm(lambda: images)
+        self._stager.memory.map_slots(lambda: images)
 
     def require_room(self, nbytes: int) -> None:
         """Check that images of this node's ranks fit, and log the bytes that all slots need.

@@ -167,7 +167,7 @@ class StepLoader:
             self.stager.require_room(sum(nbytes for *_, nbytes in images))
             return images
 
-        self.stager.prewarm(find)
+        self.stager.memory.map_slots(find)
 
     def run_on_rank_0(self, step: int, work: Callable[[], T]) -> T:
         """Return what a function returns on rank 0 alone, or here if the ranks ask separately."""

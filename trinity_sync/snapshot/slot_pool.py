@@ -372,7 +372,12 @@ class SlotMemory:
         self._ended.set()
 
     def map_slots(self, find: Callable[[], Iterable[tuple[str, str, int, int]]]) -> None:
-        """Map memory for first images; ``find``, which the thread calls, is as in `prewarm`."""
+        """Map and touch memory, so that the first save is as fast as later ones.
+
+        ``find``, which the thread calls, returns role, component, rank and bytes of the images. A
+        save ends that, and touches the rest. In a process that uses CUDA the memory is page-locked
+        as well.
+        """
 
         def work(ended: Ended) -> None:
             for role, component, rank, nbytes in find():

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -366,16 +366,6 @@ class Stager:
         """As `CheckpointCoordinator.require_room`; without ``raises`` too little is a warning."""
         self._has_required_room = True
         self._spool.require_room(self._ranks * nbytes, slots=self._slots, raises=raises)
-
-    def prewarm(self, find: Callable[[], Iterable[tuple[str, str, int, int]]]) -> None:
-        """Map and touch memory in a thread, so that the first save is as fast as later ones.
-
-        ``find``, which the thread calls, returns role, component, rank and bytes of the images. A
-        save ends the thread, and touches the rest. In a process that uses CUDA the memory is
-        page-locked as well.
-        """
-
-        self.memory.map_slots(find)
 
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""

@@ -199,14 +199,14 @@ def test_the_first_save_says_what_the_node_needs_before_it_takes_memory(
 
 def test_two_roles_are_both_prewarmed(job: Job) -> None:
     for role in ("actor", "critic"):
-        job.stager().prewarm(lambda role=role: [(role, "model", 0, NBYTES)])
+        job.stager().memory.map_slots(lambda role=role: [(role, "model", 0, NBYTES)])
     job.stager().memory.run(looks=False)
     for role in ("actor", "critic"):
         assert mapped_nbytes(job.spool.slot(role, "model", 0, 0)) >= NBYTES
 
 
 def test_a_stager_that_is_gone_leaves_no_thread(job: Job) -> None:
-    Stager(job.spool).prewarm(lambda: [("actor", "model", 0, NBYTES)])
+    Stager(job.spool).memory.map_slots(lambda: [("actor", "model", 0, NBYTES)])
     gc.collect()
     until(lambda: BESIDE not in {each.name for each in threading.enumerate()}, "the thread to end")
 
@@ -262,7 +262,7 @@ from trinity_sync.snapshot.spool import open_job_spool
 
 root, spool = map(Path, sys.argv[1:])
 job = Job(root, open_job_spool(spool, root))
-job.stager().prewarm(lambda: [])
+job.stager().memory.map_slots(lambda: [])
 with job.stager().memory._wake._cond:  # as while the thread begins to wait
     if not (child := os.fork()):
         job.stagers.clear()
@@ -332,7 +332,7 @@ def touch(self, nbytes, ended):
         begun.set()
 Slot.touch = touch
 stager = Stager(JobSpool(Path(sys.argv[1])))
-stager.prewarm(lambda: [("actor", "model", 0, 1 << 20)])
+stager.memory.map_slots(lambda: [("actor", "model", 0, 1 << 20)])
 begun.wait()
 """
 

@@ -300,7 +300,7 @@ def test_an_image_that_is_being_written_is_never_evicted(job: Job) -> None:
 
 def prewarm(stager: Stager, nbytes: int) -> None:
     """Prewarm memory for a model, to the end."""
-    stager.prewarm(lambda: [("actor", "model", 0, nbytes)])
+    stager.memory.map_slots(lambda: [("actor", "model", 0, nbytes)])
     stager.memory.run(looks=False)
 
 
@@ -365,7 +365,7 @@ def test_a_save_ends_what_touches_memory_and_uses_its_slot(
         slot.unlock()
 
     monkeypatch.setattr(Slot, "touch", touch)
-    job.stager().prewarm(lambda: [("actor", "model", 0, 100)])
+    job.stager().memory.map_slots(lambda: [("actor", "model", 0, 100)])
     assert touching.wait(WAIT_S)
     job.stage(1, {"model": {"w": torch.ones(3)}})
     assert [sealed.slot for sealed in job.spool.tickets()[0]] == [

@@ -89,7 +89,7 @@ def test_each_commit_holds_its_own_run_in_any_order_of_turns(
         what = chance.choice(["upload", "publish", "save", "save the upload", "prewarm"])
         if what == "prewarm":
             nbytes = chance.choice([100, 8 << 20])
-            trainer.stager.prewarm(lambda nbytes=nbytes: [("actor", "model", 0, nbytes)])
+            trainer.stager.memory.map_slots(lambda nbytes=nbytes: [("actor", "model", 0, nbytes)])
         elif what == "upload":
             trainer.upload(step)
             uploaded[trainer] = step
