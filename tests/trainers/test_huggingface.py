@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    PeftModel,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.utils.parametrizations import weight_norm
@@ -793,14 +801,41 @@ def test_an_adapter_of_transformers_is_saved_alone_read_by_it_and_resumed_bit_eq
     assert not torch.equal(ended.model.eval()(tokens).logits, expected)
 
 
-def test_what_is_trained_beside_an_adapter_of_transformers_is_refused_by_name(
-    callback: MakeCallback,
+_PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+
+
+@pytest.mark.parametrize("how", ["add_adapter", "PeftModel", "P-tuning", "AdaLoRA"])
+def test_what_of_an_adapted_model_would_be_lost_is_refused_by_name(
+    callback: MakeCallback, how: str
 ) -> None:
-    model = make_gpt2()
-    model.add_adapter(LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-    model.transformer.ln_f.requires_grad_(True)
-    with pytest.raises(ConfigError, match="trained parameters beside add_adapter"):
+    model: Any = make_gpt2()
+    lora = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    if how == "add_adapter":
+        model.add_adapter(LoraConfig(**lora))
+    elif how == "P-tuning":
+        model = get_peft_model(model, PromptEncoderConfig(**_PROMPT))
+    elif how == "AdaLoRA":
+        model = get_peft_model(model, AdaLoraConfig(init_r=4, target_r=2, total_step=9, **lora))
+    else:
+        model = get_peft_model(model, LoraConfig(**lora))
+    if how in ("add_adapter", "PeftModel"):
+        model.get_parameter([*dict(model.named_parameters())][-1]).requires_grad_(True)
+    with pytest.raises(ConfigError, match="AdaLoRA" if how == "AdaLoRA" else "trained .* beside"):
         hugging_face(callback(), model=model)
+
+
+def test_an_embedded_prompt_is_resumed_bit_equal(callback: MakeCallback) -> None:
+    def train(root: str, stop: int = 99) -> Trainer:
+        saves = callback(root)
+        torch.manual_seed(0)
+        model = make_gpt2(n_positions=10)
+        trainer = hugging_face(saves, stop, PromptTuningConfig(**_PROMPT), model=model)
+        trainer.train(resume_from_checkpoint=saves.latest())
+        return trainer
+
+    whole = copied(state_of(train("whole")))
+    train("ckpts", stop=10)
+    assert differences(whole, state_of(train("ckpts"))) == []
 
 
 def test_a_model_of_other_tensors_than_its_class_is_saved_without_a_config(

@@ -74,7 +74,9 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
     kind = accelerator.distributed_type
     plugin = accelerator.fsdp_plugin if kind is FSDP else None
     sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    adapters = [*getattr(model, "peft_config", ())]
+    adapters = getattr(model, "peft_config", {})
+    kinds = [getattr(each, "peft_type", "") for each in adapters.values()]
+    unsaved = "" if sharded else _find_unsaved(model)  # it was looked for before it was sharded
     unsupported = {
         "save_only_model": args.save_only_model,
         "push_to_hub of checkpoints (set hub_strategy='end')": args.push_to_hub
@@ -86,7 +88,8 @@ def list_unsupported(args: Any, model: torch.nn.Module) -> list[str]:
         "tensor parallelism without FSDP": sharded and kind is not FSDP,
         f"several adapters ({', '.join(adapters)}) with FSDP or add_adapter": len(adapters) > 1
         and (kind is FSDP or not is_adapted(model) or is_injected(model)),
-        "trained parameters beside add_adapter's (use modules_to_save)": _trains_more(model),
+        "AdaLoRA, whose allocation of ranks PEFT does not save": "ADALORA" in kinds,
+        f"trained parameters beside the adapter's, as {unsaved} (use modules_to_save)": unsaved,
     }
     return [name for name, found in unsupported.items() if found]
 
@@ -327,11 +330,24 @@ def _get_active(model: Any) -> str:
     return name
 
 
-def _trains_more(model: torch.nn.Module) -> bool:
-    if not is_injected(model):
-        return False
-    saved = {each.data_ptr() for each in get_adapter_state(model, embeddings=True).values()}
-    return any(p.requires_grad and p.data_ptr() not in saved for p in model.parameters())
+def _find_unsaved(model: torch.nn.Module) -> str:
+    """Return the name of a parameter that is trained beside the adapters of a model, or nothing.
+
+    Of a prompt, PEFT saves what its encoder computes: a copy of the weights of one that only
+    embeds.
+    """
+    if not is_adapted(model):
+        return ""
+    states = [get_adapter_state(model, True, each) for each in list_adapters(model)]
+    saved = [each for state in states for each in state.values()]
+    places = {each.data_ptr() for each in saved}
+    copies = [each.cpu().double() for each in saved] if hasattr(model, "prompt_encoder") else []
+    trained = [(n, p.detach()) for n, p in model.named_parameters() if p.requires_grad]
+    for name, each in trained:
+        is_copied = any(torch.equal(each.cpu().double(), copy) for copy in copies)
+        if each.data_ptr() not in places and not is_copied:
+            return name
+    return ""
 
 
 def write_safetensors(folder: Path) -> None:
