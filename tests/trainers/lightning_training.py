@@ -254,6 +254,35 @@ def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
     assert differences(state_of(whole), state_of(resumed)) == []
 
 
+class OfSeveralSteps(Small):
+    """A model of which a batch makes three steps, as of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for _ in range(3):
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()  # type: ignore[union-attr]
+        return torch.tensor(0.0)
+
+
+def save_at_the_first_batch_beyond_each_interval(tmp_path: Path, spool: Path) -> None:
+    def train(root: str, steps: int) -> Small:
+        module = OfSeveralSteps()
+        fit(module, [saving(tmp_path, spool, 5, root)], steps=steps, resume=True)
+        return module
+
+    whole = train("whole", 18)
+    assert steps_on_disk(tmp_path / "whole") == [6, 12, 15, 18]
+    train("ckpts", 9)
+    assert steps_on_disk(tmp_path / "ckpts") == [6, 9]
+    assert differences(state_of(whole), state_of(train("ckpts", 18))) == []
+    assert steps_on_disk(tmp_path / "ckpts") == [6, 9, 12, 15, 18]
+
+
 def go_on_from_checkpoints_of_lightning(tmp_path: Path, spool: Path) -> None:
     old = fit(Small(), [ModelCheckpoint(save_last=True)], steps=2, default_root_dir=tmp_path)
     found = tmp_path / "checkpoints/last.ckpt"

@@ -58,7 +58,8 @@ class TrinitySyncCallback(ModelCheckpoint):
 
     Args:
         root: the job's root.
-        every_n_steps: optimizer steps between two saves; the last step is saved as well.
+        every_n_steps: optimizer steps between two saves, or some more where a batch makes several;
+            the last step is saved as well.
         keep: number of steps to keep once a newer one is committed; 0 keeps all.
         settle_s: seconds for which ``ckpt_path="last"`` waits for saves that an earlier run
             submitted on these nodes.
@@ -158,8 +159,12 @@ class TrinitySyncCallback(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save every ``every_n_steps`` steps, and where the training ends within an epoch."""
-        if trainer.global_step % self._every_n_steps == 0 or _ends_within_epoch(trainer):
+        """Save every ``every_n_steps`` steps, and where the training ends within an epoch.
+
+        A batch makes several steps where a module of its own optimization calls several optimizers.
+        """
+        step, saved = (each // self._every_n_steps for each in (trainer.global_step, self._saved))
+        if step > saved or _ends_within_epoch(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
