@@ -27,7 +27,6 @@ from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import seal
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.gc import Finding, remove_attached, remove_temporaries
-from trinity_sync.storage.runs import open_run
 
 LATER_S = 7200.0
 
@@ -103,20 +102,6 @@ def test_a_pointer_that_lags_was_emptied_or_names_a_removed_step_is_moved(
     shutil.rmtree(step_folder(job.root, 2))
     run(job, settings)
     assert read_latest_pointer(job.root, "checkpoint") == 1
-
-
-def test_a_pointer_moves_to_no_step_that_a_later_run_has_superseded(
-    job: Job, settings: Settings
-) -> None:
-    open_run(job.root, "first", 0)
-    save(job, 1, 2, 5)
-    open_run(job.root, "second", 1)
-    pointer = job.root / "latest_checkpointed_iteration.txt"
-    for newest, saved in ((5, []), (3, [3])):  # from its first checkpoint on, the run supersedes
-        save(job, *saved, run=2)
-        pointer.write_text("")
-        run(job, settings)
-        assert read_latest_pointer(job.root, "checkpoint") == newest
 
 
 def test_a_pointer_at_another_systems_checkpoint_is_left_and_one_that_cannot_be_made_good_reported(

@@ -221,16 +221,6 @@ def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
     assert find_newest(job.root) is None
 
 
-def test_a_pointer_does_not_move_back_to_a_superseded_step(job: Job) -> None:
-    open_run(job.root, "first", 0)
-    save(job, 1, 2, 3)
-    open_run(job.root, "second", 1)
-    save(job, 2, run=2)
-    flip_a_byte(shard(job, 2), -2000)
-    verify(job, step=2)
-    assert pointers(job) == (1, 1)
-
-
 def test_a_late_finish_does_not_move_the_pointer_to_a_corrupted_step(job: Job) -> None:
     """And a run that comes to it again replaces it, mark and all."""
     save(job, 1, 2)
