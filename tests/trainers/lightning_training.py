@@ -28,13 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.integration.fsdp.commits import CommitsHere, Fails
 from tests.support.job import mapped_nbytes
 from tests.support.states import copied, differences
-from tests.trainers.local_saves import (
-    TOKENS,
-    Taken,
-    commit_here,
-    commit_taken,
-    replace_files,
-)
+from tests.trainers.local_saves import TOKENS, Taken, commit_here, commit_taken, replace_files
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same
 from trinity_sync import ConfigError, SaveFailedError
 from trinity_sync.integrations.lightning import TrinitySyncCallback
@@ -98,7 +92,8 @@ def fit(
     steps: int,
     resume: bool | Path = False,
     **arguments: Any,
-) -> LightningTrainer:
+) -> Small:
+    """Train a module, which then has its trainer."""
     trainer = make_trainer(callbacks, max_steps=steps, **{"devices": 1, **arguments})
     torch.manual_seed(7)
     # Lightning would wrap the sampler of shuffle=True for ranks, and its order would not be resumed
@@ -106,7 +101,7 @@ def fit(
     size = 2 if order else 4  # eight steps are an epoch
     loader = StatefulDataLoader(TOKENS, batch_size=size, shuffle=order is None, sampler=order)
     trainer.fit(module, loader, ckpt_path="last" if resume is True else resume or None)
-    return trainer
+    return module
 
 
 def state_of(module: Small) -> dict[str, Any]:
@@ -114,15 +109,13 @@ def state_of(module: Small) -> dict[str, Any]:
     return copied({"model": dict(module.state_dict()), "optim": optimizer.optimizer.state_dict()})
 
 
-def read_by_lightning(
-    trainer: LightningTrainer, module: Small, file: Path, **arguments: Any
-) -> list[str]:
+def read_by_lightning(module: Small, file: Path, **arguments: Any) -> list[str]:
     """Have the trainer write its own checkpoint, and load it without our callback; return what
     differs from the module."""
+    trainer = module.trainer
     trainer.save_checkpoint(file)
-    resumed = Small()
     arguments["default_root_dir"] = file.parent
-    fit(resumed, [], steps=trainer.global_step, resume=file, **arguments)
+    resumed = fit(Small(), [], steps=trainer.global_step, resume=file, **arguments)
     weights = dict(Small.load_from_checkpoint(file).state_dict())
     assert resumed.seen == []
     return [
@@ -168,8 +161,7 @@ def touch_the_memory_of_the_first_save(folder: Path, spool: Path) -> None:
 
 
 def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
-    whole = Small()
-    fit(whole, [saving(tmp_path, spool, 2, root="whole")], steps=6)
+    whole = fit(Small(), [saving(tmp_path, spool, 2, root="whole")], steps=6)
     root = tmp_path / "ckpts"
     fit(Small(), [saving(tmp_path, spool, 2)], steps=3, resume=True)  # there is nothing to resume
     assert steps_on_disk(root) == [2, 3]
@@ -177,20 +169,19 @@ def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
 
     torch.manual_seed(99)
     again = saving(tmp_path, spool, 2, keep=2)
-    resumed = Small()
-    trainer = fit(resumed, [again], steps=6, resume=True)
+    resumed = fit(Small(), [again], steps=6, resume=True)
     assert resumed.seen == whole.seen[3:]
     assert differences(state_of(whole), state_of(resumed)) == []
-    assert read_by_lightning(trainer, resumed, tmp_path / "back.ckpt") == []
+    assert read_by_lightning(resumed, tmp_path / "back.ckpt") == []
 
     read = Small()
-    trainer.validate(read, TOKENS, ckpt_path=str(root / "global_step_6"), verbose=False)
+    step = str(root / "global_step_6")
+    resumed.trainer.validate(read, TOKENS, ckpt_path=step, verbose=False)
     assert differences(dict(whole.state_dict()), dict(read.state_dict())) == []
 
 
 def train_two_steps(tmp_path: Path, spool: Path) -> list[float]:
-    module = Small()
-    fit(module, [saving(tmp_path, spool, 2)], steps=2)
+    module = fit(Small(), [saving(tmp_path, spool, 2)], steps=2)
     return module.layers[2].weight.flatten().tolist()  # type: ignore[union-attr,no-any-return]
 
 
@@ -211,9 +202,7 @@ def save_nothing_with_fast_dev_run(tmp_path: Path, spool: Path) -> None:
         assert steps_on_disk(root) == [1, 2]
         assert list_runs(root) == runs
 
-    resumed = Small()
-    saves = saving(tmp_path, spool)
-    fit(resumed, [saves], steps=3, resume=True)
+    resumed = fit(Small(), [saving(tmp_path, spool)], steps=3, resume=True)
     assert len(resumed.seen) == 1
 
 
@@ -239,10 +228,8 @@ class StopAfter(Callback):
 def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
     def train(root: str, steps: int, *callbacks: Callback) -> Small:
         saves = saving(tmp_path, spool, root=root)
-        module = Small()
         arguments = {"resume": True, "accumulate_grad_batches": 2}
-        fit(module, [*callbacks, saves], steps=steps, **arguments)
-        return module
+        return fit(Small(), [*callbacks, saves], steps=steps, **arguments)
 
     whole = train("whole", 4)
     train("ckpts", 2)
@@ -286,17 +273,17 @@ def save_at_the_first_batch_beyond_each_interval(tmp_path: Path, spool: Path) ->
 def go_on_from_checkpoints_of_lightning(tmp_path: Path, spool: Path) -> None:
     old = fit(Small(), [ModelCheckpoint(save_last=True)], steps=2, default_root_dir=tmp_path)
     found = tmp_path / "checkpoints/last.ckpt"
-    assert old.checkpoint_callback.last_model_path == str(found)
+    assert old.trainer.checkpoint_callback.last_model_path == str(found)
     saves = saving(tmp_path, spool, 2)
     with pytest.warns(UserWarning, match=f'start once with ckpt_path="{tmp_path}/checkpoints/'):
         fit(Small(), [saves], steps=0, resume=True, default_root_dir=tmp_path)
-    trainer = fit(Small(), [saves], steps=4, resume=found, default_root_dir=tmp_path)
+    trainer = fit(Small(), [saves], steps=4, resume=found, default_root_dir=tmp_path).trainer
     assert (trainer.global_step, [*steps_on_disk(tmp_path / "ckpts")]) == (4, [4])
     with pytest.raises(ConfigError, match=r'step 2, .* has step 4: resume with ckpt_path="last"'):
         fit(Small(), [saves], steps=6, resume=found, default_root_dir=tmp_path)
     trainer.save_checkpoint(tmp_path / "back.ckpt")
     resumed = fit(Small(), [], steps=6, resume=tmp_path / "back.ckpt", default_root_dir=tmp_path)
-    assert resumed.global_step == 6
+    assert resumed.trainer.global_step == 6
 
 
 def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:
@@ -306,9 +293,7 @@ def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:
         """Return how many batches were trained on."""
         other = ModelCheckpoint(tmp_path / "other", save_last=True, every_n_train_steps=1)
         mine = [saving(tmp_path, spool)] if trinity else []
-        module = Small()
-        fit(module, [other, *mine], steps=steps, resume=True, **named)
-        return len(module.seen)
+        return len(fit(Small(), [other, *mine], steps=steps, resume=True, **named).seen)
 
     assert train(2, trinity=False) == 2
     train(3, fast_dev_run=True)
@@ -334,22 +319,15 @@ def resume_with_the_callback_of_an_exception(tmp_path: Path, spool: Path) -> Non
     with pytest.raises(RuntimeError, match="interrupted"):
         fit(Small(), [Interrupt(), saves], steps=4)
     trigger.finish()
-    resumed = Small()
-    fit(resumed, [saves], steps=4, resume=True)
-    assert len(resumed.seen) == 2
+    assert len(fit(Small(), [saves], steps=4, resume=True).seen) == 2
     assert [(run.number, run.resumed_from) for run in list_runs(root)] == [(1, 0), (2, 2)]
 
 
 def fit_after_a_resume_that_trains_nothing(tmp_path: Path, spool: Path) -> None:
-    def train(saves: TrinitySyncCallback, *, resume: bool = False) -> Small:
-        module = Small()
-        fit(module, [saves], steps=2, resume=resume)
-        return module
-
     saves = saving(tmp_path, spool)
-    whole = train(saves)
-    assert train(saves, resume=True).seen == []
-    again = train(saves)
+    whole = fit(Small(), [saves], steps=2)
+    assert fit(Small(), [saves], steps=2, resume=True).seen == []
+    again = fit(Small(), [saves], steps=2)
     assert again.losses == whole.losses
 
 
@@ -415,12 +393,12 @@ def train(folder: Path, spool: Path, kind: str, root: str, fate: str) -> dict[st
 
     mine: list[Callback] = [OwnDropout()] if fate != "resumed" else []
     mine += [KillAt()] if fate == "killed" else []
-    trainer = fit(module, [*mine, saves], steps=STEPS, resume=True, devices=2, strategy=strategy)
+    fit(module, [*mine, saves], steps=STEPS, resume=True, devices=2, strategy=strategy)
     assert isinstance(next(module.parameters()), DTensor) == (kind == "fsdp")
     random = torch.get_rng_state()
     if (kind, fate) == ("ddp", "resumed"):
         arguments = {"devices": 2, "strategy": DDPStrategy()}
-        assert read_by_lightning(trainer, module, folder / "back.ckpt", **arguments) == []
+        assert read_by_lightning(module, folder / "back.ckpt", **arguments) == []
     return {**state_of(module), "seen": module.seen, "losses": module.losses, "random": random}
 
 
@@ -453,9 +431,8 @@ def train_from_last(folder: Path, spool: Path, steps: int) -> int:
     """Return how many batches were trained on."""
     other = ModelCheckpoint(folder / "other", save_last=True, every_n_train_steps=1)
     saves = NotSeenYet(folder / "ckpts", every_n_steps=1, **commit_here(folder, spool))
-    module = Small()
-    fit(module, [other, saves], steps=steps, resume=True, devices=2, strategy=DDPStrategy())
-    return len(module.seen)
+    ranks = {"devices": 2, "strategy": DDPStrategy()}
+    return len(fit(Small(), [other, saves], steps=steps, resume=True, **ranks).seen)
 
 
 def agree_on_the_last_checkpoint(folder: Path, spool: Path) -> None:

@@ -184,9 +184,7 @@ def test_a_training_that_saves_nothing_makes_no_root(callback: MakeCallback) -> 
 def test_a_hugging_face_trainer_resumes_bit_equal_in_mid_epoch(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    whole = hugging_face(
-        callback("whole"),
-    )
+    whole = hugging_face(callback("whole"))
     whole.train()
     root = tmp_path / "ckpts"
     hugging_face(callback(), stop=11).train()
@@ -532,11 +530,7 @@ class Evaluated(TrainerCallback):
 
 
 def evaluated(
-    callback: MakeCallback,
-    *,
-    stop: int = 99,
-    trigger: CommitsHere | None = None,
-    **arguments: Any,
+    callback: MakeCallback, *, stop: int = 99, trigger: CommitsHere | None = None, **arguments: Any
 ) -> tuple[Trainer, Evaluated, TrinitySyncCallback]:
     trigger = trigger or CommitsHere()
     saves = callback(trigger=trigger)

@@ -9,8 +9,7 @@ LORA = ("ddp-lora", "fsdp-lora")
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in LORA)],
+    "kind", ["ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in LORA)]
 )
 def test_hugging_face_ranks_that_are_killed_resume_bit_equal_and_others_load_the_step(
     call: Call, kind: str
