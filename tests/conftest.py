@@ -108,10 +108,7 @@ def _runs(process: psutil.Process) -> bool:
 def stack_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
     """Settings of the session's stack: a home and a spool of its own."""
     spool = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
-    yield Settings(
-        home=tmp_path_factory.mktemp("home"),
-        spool=spool,
-    )
+    yield Settings(home=tmp_path_factory.mktemp("home"), spool=spool)
     shutil.rmtree(spool)
 
 
@@ -125,10 +122,7 @@ DEAD_PROXY = {
 
 @contextmanager
 def running_stack(
-    settings: Settings,
-    more: dict[str, str] | None = None,
-    *,
-    num_cpus: int = 2,
+    settings: Settings, more: dict[str, str] | None = None, *, num_cpus: int = 2
 ) -> Iterator[StackState]:
     """A stack within the block, which the environment names there, with ``more`` in it."""
     own = {

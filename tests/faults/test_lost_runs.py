@@ -14,10 +14,7 @@ from uuid import UUID
 import psutil
 import pytest
 import torch
-from prefect.client.schemas.actions import (
-    DeploymentUpdate,
-    WorkPoolCreate,
-)
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.states import Cancelled, Cancelling, Pending, Running, Scheduled
 
 from tests.conftest import left_of

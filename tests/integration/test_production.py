@@ -60,10 +60,7 @@ def catalog_url(url: str) -> str:
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, postgres: str) -> Iterator[Settings]:
     spool = Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm"))
-    yield Settings(
-        home=tmp_path_factory.mktemp("home"),
-        spool=spool,
-    )
+    yield Settings(home=tmp_path_factory.mktemp("home"), spool=spool)
     shutil.rmtree(spool)
 
 

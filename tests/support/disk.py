@@ -13,7 +13,8 @@ import pytest
 
 def count_read() -> int:
     """Return the bytes that this process has read from disks so far."""
-    return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0])
+    counts = Path("/proc/self/io").read_text()
+    return int(counts.partition("\nread_bytes: ")[2].split()[0])
 
 
 def drop_cached(path: Path) -> None:

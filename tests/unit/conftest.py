@@ -42,6 +42,12 @@ def job(tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
 
 
 @pytest.fixture
+def settings(spool_folder: Path, tmp_path: Path) -> Settings:
+    """Settings of a node with a spool and a home of its own."""
+    return Settings(spool=spool_folder, home=tmp_path / "home")
+
+
+@pytest.fixture
 def coordinator_of(job: Job, spool_folder: Path, tmp_path: Path) -> Iterator[Open]:
     """Coordinators of the job's ranks, with no server to ask: the test commits by itself."""
     settings = Settings(spool=spool_folder, home=tmp_path)
@@ -62,6 +68,14 @@ def coordinator_of(job: Job, spool_folder: Path, tmp_path: Path) -> Iterator[Ope
             return made
 
         yield make
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    """New files may be written by all users, unless their maker says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture

@@ -18,13 +18,7 @@ from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.job import mapped_nbytes
-from trinity_sync import (
-    CheckpointCoordinator,
-    ConfigError,
-    SaveFailedError,
-    Settings,
-    WeightReader,
-)
+from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError, Settings, WeightReader
 from trinity_sync.integrations.verl import (
     fsdp_save_state_dict,
     fsdp_upload_state_dict,

@@ -1,14 +1,13 @@
 """The images of a real FSDP2 state: laid out once, and filled again at each save."""
 
-import io
 from pathlib import Path
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from tests.integration.fsdp.models import Trained
 from tests.support.states import copied, differences
-from trinity_sync.snapshot.image import fill, lay_out
+from tests.unit.snapshot.test_image import filled, loaded
+from trinity_sync.snapshot.image import lay_out
 
 
 def test_the_layout_of_a_trained_state_is_used_again(one_rank: None, tiny: Path) -> None:
@@ -26,11 +25,9 @@ def test_the_layout_of_a_trained_state_is_used_again(one_rank: None, tiny: Path)
     for name, state in states().items():
         again, storages = lay_out(state, layouts[name])
         assert again is layouts[name]
-        image = torch.zeros(again.nbytes, dtype=torch.uint8)
-        fill(image, again, storages)
-        loaded = torch.load(io.BytesIO(image.numpy().tobytes()), weights_only=False)
-        assert differences(copied(state), copied(loaded)) == []
-        assert [like(mine) for mine in dtensors(loaded)] == [like(own) for own in dtensors(state)]
+        found = loaded(filled(again, storages), weights_only=False)
+        assert differences(copied(state), copied(found)) == []
+        assert [like(mine) for mine in dtensors(found)] == [like(own) for own in dtensors(state)]
 
 
 def test_a_dtensor_that_carries_an_attribute_is_laid_out_with_it(
@@ -42,10 +39,8 @@ def test_a_dtensor_that_carries_an_attribute_is_laid_out_with_it(
     tagged.tag = "mine"
     layout, storages = lay_out(state, known)
     assert layout is not known
-    image = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    fill(image, layout, storages)
-    loaded = torch.load(io.BytesIO(image.numpy().tobytes()), weights_only=False)
-    assert [tensor.__dict__ for tensor in loaded.values()][:2] == [{"tag": "mine"}, {}]
+    found = loaded(filled(layout, storages), weights_only=False)
+    assert [tensor.__dict__ for tensor in found.values()][:2] == [{"tag": "mine"}, {}]
 
 
 def dtensors(state: object) -> list[DTensor]:

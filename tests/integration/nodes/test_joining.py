@@ -27,11 +27,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setting
     """Settings of two machines, which here are two addresses of this machine."""
     spools = [Path(tempfile.mkdtemp(prefix=SPOOLS, dir="/dev/shm")) for _ in "12"]
     first, second = (
-        Settings(
-            home=tmp_path_factory.mktemp("home"),
-            spool=spool,
-            node=f"machine-{number}",
-        )
+        Settings(home=tmp_path_factory.mktemp("home"), spool=spool, node=f"machine-{number}")
         for number, spool in enumerate(spools, start=2)
     )
     yield first, second

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.models import configure
 from trinity_sync import CheckpointCoordinator, WeightReader

@@ -21,6 +21,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.job import Job
 from tests.support.steps import MODEL, commit_files
 from tests.support.terminal import run_at_terminal
@@ -69,7 +70,6 @@ def home(tmp_path: Path) -> dict[str, str]:
         "TRINITY_SYNC_HOME": str(tmp_path / "home"),
         "TRINITY_SYNC_SPOOL": str(tmp_path / "spool"),
         "PREFECT_API_URL": "",
-        "COLUMNS": "200",
     }
 
 
@@ -83,7 +83,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(home: dict[str, str], *arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments], env=home)
+    return invoke(*arguments, env=home)
 
 
 def list_steps(home: dict[str, str], root: Path) -> list[str]:
@@ -190,10 +190,8 @@ def test_each_command_prints_the_document_that_is_declared(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_has_an_example_and_its_formats_have_a_document(
-    command: str,
-) -> None:
-    done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+def test_the_help_of_a_command_has_an_example_and_its_formats_have_a_document(command: str) -> None:
+    done = invoke(*command.split(), "--help")
     assert (done.exit_code, "Example" in done.stdout) == (0, True)
     assert f"trinity-sync {command}" in done.stdout
     documents = {name.partition(" --")[0] for name in DOCUMENTS}

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
-from trinity_sync.cli.commands import app
 from trinity_sync.storage.discovery import Corruption, mark_corrupted
 from trinity_sync.storage.steps_in_use import resolve_step, tag
 
@@ -28,8 +27,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def run(root: Path, *arguments: object) -> Result:
-    own = {"TRINITY_SYNC_HOME": str(root.parent / "home"), "COLUMNS": "200"}
-    return CliRunner().invoke(app, [str(each) for each in arguments], env=own)
+    own = {"TRINITY_SYNC_HOME": str(root.parent / "home")}
+    return invoke(*arguments, env=own)
 
 
 def json_of(root: Path, *arguments: object) -> Any:

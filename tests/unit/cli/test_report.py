@@ -79,9 +79,7 @@ def table_of(page: str, name: str) -> dict[str, str]:
     return {row.partition("|")[0]: row for row in rows if row}
 
 
-def test_the_page_has_status_saves_in_flight_and_each_step_with_its_state(
-    facts: JobReport,
-) -> None:
+def test_the_page_has_status_saves_in_flight_and_each_step_with_its_state(facts: JobReport) -> None:
     page = render_report(facts)
     rows = table_of(page, "steps")
     for step, words in {
@@ -140,10 +138,9 @@ def test_of_many_steps_the_newest_are_listed(facts: JobReport) -> None:
     assert "1500 still older steps" in page
 
 
-def test_it_says_that_no_training_runs(job: Job, tmp_path: Path) -> None:
+def test_it_says_that_no_training_runs(job: Job, settings: Settings) -> None:
     job.commit_states(4, {"model": {"w": torch.zeros(9)}})
     add_run(job.root, Run(1, "one", 0))
-    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
     with environment({}):
         assert "no training runs" in collect_report(settings, job.root).health.sentence
         with hold_run(job.root, 1):

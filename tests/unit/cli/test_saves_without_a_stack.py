@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync import Checkpoints
-from trinity_sync.cli.commands import app
 from trinity_sync.formats.hf_export import fail_export_request
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_status import mark_failed
+from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import job_id, register_root
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import write_manifest
@@ -39,14 +39,9 @@ def saves(job: Job) -> Job:
 
 
 def run(job: Job, *arguments: object, **more: str) -> Result:
-    env = {
-        "TRINITY_SYNC_HOME": str(job.root.parent / "home"),
-        "TRINITY_SYNC_SPOOL": str(job.spool.folder.parent),
-        "PREFECT_API_URL": "",
-        "TRINITY_SYNC_SAVER": "auto",
-        **more,
-    }
-    return CliRunner().invoke(app, [str(each) for each in arguments], env=env)
+    home, spool = job.root.parent / "home", job.spool.folder.parent
+    env = Settings(home=home, spool=spool, saver="auto").to_variables()
+    return invoke(*arguments, env={**env, "PREFECT_API_URL": "", **more})
 
 
 def rows_of(done: Result, noun: str) -> list[dict[str, Any]]:

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from typer.testing import CliRunner
 
 from flows.save import FlowDriver
+from tests.support.command import invoke
 from tests.support.job import Job
-from trinity_sync.cli.commands import app
 from trinity_sync.cli.report import render_report
 from trinity_sync.orchestration import step_events
 from trinity_sync.orchestration.metrics import WorkerMetrics
@@ -41,28 +39,24 @@ def root(job: Job) -> Path:
     return job.root
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "200"})
-
-
 def test_ls_show_and_report_say_what_is_wrong_with_which_step(root: Path, tmp_path: Path) -> None:
-    bad, good = run("ls", root).stdout.splitlines()
+    bad, good = invoke("ls", root).stdout.splitlines()
     assert BAD in bad
     assert SAME in bad
     assert "actor" not in good
-    rows = json.loads(run("ls", root, "-o", "json").stdout)["steps"]
+    rows = json.loads(invoke("ls", root, "-o", "json").stdout)["steps"]
     assert [row["status"] for row in rows] == ["valid", "valid"]
     model, optim = rows[0]["health"]
     assert (model["component"], model["nonfinite"], model["nonfinite_ranks"]) == ("model", 2, [0])
     assert optim["unchanged_since"] == 10
-    shown = run("show", root, 20).stdout
+    shown = invoke("show", root, 20).stdout
     assert "actor\tmodel\t2\t80\t20\t2\t" in shown
     assert f"warn: {BAD}\nwarn: {SAME}\n" in shown
-    assert "warn" not in run("show", root, "healthy").stdout
-    assert "step 10 of run 1" in run("show", root, "healthy").stdout
-    assert "has no healthy checkpoint" not in run("show", root, "healthy~1").stdout
-    assert run("show", root, "healthy~1").exit_code == 1
-    assert "choose another tag" in run("pin", root, 10, "--name", "healthy").stderr
+    assert "warn" not in invoke("show", root, "healthy").stdout
+    assert "step 10 of run 1" in invoke("show", root, "healthy").stdout
+    assert "has no healthy checkpoint" not in invoke("show", root, "healthy~1").stdout
+    assert invoke("show", root, "healthy~1").exit_code == 1
+    assert "choose another tag" in invoke("pin", root, 10, "--name", "healthy").stderr
     report = collect_report(Settings(home=tmp_path, spool=tmp_path), root)
     assert f"step 20: {BAD}" in report.health.problems
     assert f"<span class=bad>{BAD}</span>" in render_report(report)

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from tests.support.answers import serving
+from tests.support.command import invoke
 from tests.support.steps import commit_files
-from trinity_sync.cli.commands import app
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.runs import hold_run, open_run
 
@@ -64,7 +63,7 @@ def root(tmp_path: Path) -> Path:
 
 def wait(root: Path, url: str, *arguments: object) -> Result:
     home = {"TRINITY_SYNC_HOME": f"{root}.home", "PREFECT_API_URL": url}
-    return CliRunner().invoke(app, ["wait", str(root), *map(str, arguments)], env=home)
+    return invoke("wait", root, *arguments, env=home)
 
 
 def test_a_superseded_step_is_waited_for_only_while_it_may_be_saved_again(root: Path) -> None:

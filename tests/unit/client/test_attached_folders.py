@@ -71,21 +71,21 @@ def test_they_are_moved_to_the_step_and_not_copied(coordinator_of: Open, job: Jo
     assert (verify(job, 4).state, verify(job, 4).wrong) == ("valid", "")
 
 
-def link_to_a_file(name: Path, other: Path) -> None:
-    name.symlink_to(other / "data.pt")
-
-
 def link_to_its_folder(name: Path, other: Path) -> None:
     name.parent.rmdir()
     name.parent.symlink_to(other)
 
 
-def second_name(name: Path, other: Path) -> None:
-    name.hardlink_to(other / "data.pt")
-
-
 @pytest.mark.parametrize("outside", [True, False])
-@pytest.mark.parametrize("make", [link_to_a_file, link_to_its_folder, second_name])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name, other: name.symlink_to(other / "data.pt"),
+        link_to_its_folder,
+        lambda name, other: name.hardlink_to(other / "data.pt"),
+    ],
+    ids=["link to a file", "link to its folder", "second name"],
+)
 def test_a_file_that_others_may_write_into_is_copied_and_stays(
     saves: Saves, job: Job, tmp_path: Path, make: Callable[[Path, Path], None], outside: bool
 ) -> None:

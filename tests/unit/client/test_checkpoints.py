@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from benchmarks.path_calls import watch_path_calls
+from tests.support.command import invoke
 from tests.support.disk import flip_a_byte
 from tests.support.job import Job
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints, set_job_settings
-from trinity_sync.cli.commands import app
 from trinity_sync.errors import (
     CommitError,
     ConfigError,
@@ -421,8 +421,8 @@ def test_a_folder_that_does_not_exist_is_refused_and_not_created(tmp_path: Path)
 
 
 def run(job: Job, *arguments: str) -> Result:
-    own = {"TRINITY_SYNC_HOME": str(job.root.parent / "home"), "COLUMNS": "200"}
-    return CliRunner().invoke(app, ["metrics", str(job.root), *arguments], env=own)
+    own = {"TRINITY_SYNC_HOME": str(job.root.parent / "home")}
+    return invoke("metrics", job.root, *arguments, env=own)
 
 
 def test_the_command_records_and_shows_metrics_which_retention_heeds(

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,7 +42,6 @@ from trinity_sync.saves.journal import Journal, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import PendingSave, mark_failed
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage import uncommitted as save_files
@@ -54,11 +53,6 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, write_status
 
 CARE_S = 0.4
-
-
-@pytest.fixture
-def settings(spool_folder: Path, tmp_path: Path) -> Settings:
-    return Settings(spool=spool_folder, home=tmp_path / "home", saver="stack")
 
 
 @pytest.fixture
@@ -134,17 +128,6 @@ def test_a_long_wait_is_reported_once_with_its_save(
     assert "save actor step 4" in said
 
 
-def requests_in(root: Path, steps: Iterable[int], **other: Any) -> list[SaveRequest]:
-    identity = read_identity(root)
-    return [
-        SaveRequest(root=str(root), step=step, run=1, identity=identity, **other) for step in steps
-    ]
-
-
-def gaps(moments: Sequence[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(moments)]
-
-
 def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_one(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,11 +144,12 @@ def test_the_root_is_looked_at_less_often_for_an_old_save_and_at_once_for_a_new_
     monkeypatch.setattr(PendingSave, "find_result", noted)
     job.stage(4, {"model": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Noted(), job.spool)
-    old, young = requests_in(job.root, (9, 4))
+    old, young = job.request(9), job.request(4)
     watcher.follow(old)
     watcher._pending[old.key].since -= 3600
     assert enough.wait(30)
-    assert all(gap >= 0.3 for gap in gaps(looks[9][1:]))
+    moments = itertools.pairwise(looks[9][1:])
+    assert all(after - before >= 0.3 for before, after in moments)
     job.commit(4)
     watcher.follow(young)
     with pytest.raises(SaveTimeoutError, match="step9"):
@@ -196,7 +180,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
     os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen
     job.stage(4, {"optim": {"w": torch.zeros(3)}})
     watcher = CommitWatcher(Noted(), job.spool)
-    (request,) = requests_in(job.root, [4], components=("optim",))
+    request = job.request(4, components=("optim",))
     watcher.follow(request)
     while len(looks) < 20:
         with pytest.raises(SaveTimeoutError):
@@ -218,7 +202,7 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(
         by_name: (500, "{}"),
         f"/deployments/{deployment}/create_flow_run": (201, json.dumps(run)),
     }
-    requests = requests_in(job.root, (1, 2, 3, 4), components=("model",))
+    requests = [job.request(step, components=("model",)) for step in (1, 2, 3, 4)]
 
     def requested() -> list[int]:
         bodies = [json.loads(body) for path, body in asked if path.endswith("create_flow_run")]
@@ -249,7 +233,7 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(
 def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) -> None:
     places = group_by_node([("here", str(job.spool.folder)), ("there", "/dev/shm/there")])
     write_placement(job.root, 1, "", "actor", places)
-    (request,) = requests_in(job.root, (1,), components=("model",))
+    request = job.request(1, components=("model",))
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
     assert trigger._find_lost([request]) == {}
     write_placement(job.root, 1, "", "actor", places[:1])
@@ -258,7 +242,7 @@ def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) 
 
 @pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
 def test_a_save_whose_root_is_gone_fails_for_the_reason_that_its_images_have(job: Job) -> None:
-    (request,) = requests_in(job.root, [1], components=("model",))
+    request = job.request(1, components=("model",))
     job.stage(1, {"model": {"w": torch.zeros(3)}})
     shutil.rmtree(job.root)
     watcher = CommitWatcher(SaveTrigger(Settings(spool=job.spool.folder.parent)), job.spool)
@@ -288,7 +272,7 @@ def test_a_save_whose_root_goes_away_after_its_commit_is_not_taken_for_lost(
     job: Job, told: str
 ) -> None:
     job.commit_states(1, {"model": {"w": torch.zeros(3)}})
-    (request,) = requests_in(job.root, [1], components=("model",))
+    request = job.request(1, components=("model",))
     entry = append(request, "completed") if told == "completed" else None
     job.root.rename(job.root.with_name("away"))
     pending = PendingSave(request, 0.0, 0.0, 0.0)
@@ -301,9 +285,9 @@ def test_a_save_whose_root_goes_away_after_its_commit_is_not_taken_for_lost(
 
 def test_a_save_that_was_committed_or_is_of_functions_is_not_taken_for_evicted(job: Job) -> None:
     job.commit_states(1, {"model": {"w": torch.zeros(3)}})
-    (committed,) = requests_in(job.root, [1])
-    (of_functions,) = requests_in(job.root, [2], components=())
-    (evicted,) = requests_in(job.root, [3])
+    committed = job.request(1)
+    of_functions = job.request(2, components=())
+    evicted = job.request(3)
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent, saver="stack"))
     found = trigger.find_failures([committed, of_functions, evicted], ())
     assert found.keys() == {evicted.key}
@@ -315,7 +299,7 @@ def test_a_save_all_of_whose_tickets_are_torn_fails_with_their_error(job: Job) -
     (first, *_), _ = job.spool.tickets()
     path = ticket_path(first.slot)
     path.write_bytes(path.read_bytes()[:20])
-    requests = requests_in(job.root, [1, 2], components=("model",))
+    requests = [job.request(step, components=("model",)) for step in (1, 2)]
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent, saver="stack"))
     torn = requests[first.ticket.step - 1]
     assert trigger.find_failures(requests, ()).keys() == {torn.key}
@@ -403,7 +387,7 @@ def test_what_is_submitted_again_after_its_step_was_removed_is_not_taken_for_com
         told = "it completed without that step being committed"
     images = [each.ticket.image for each in job.spool.tickets()[0]]
     components = ("model",) if what == "images" else ()
-    (request,) = requests_in(job.root, [4], components=components)
+    request = job.request(4, components=components)
     with completed(job, request) as watcher:
         watcher.follow(request, images=images)
         (failure,) = watcher.wait(time.monotonic() + 30)
@@ -426,7 +410,7 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
     else:
         rewind(job.root, 4)
         gone = 5
-    (request,) = requests_in(job.root, [gone], components=("model",))
+    request = job.request(gone, components=("model",))
     with completed(job, request) as watcher:
         watcher.follow(request, images=["one that was committed"])
         assert watcher.wait(time.monotonic() + 30) == []
@@ -438,7 +422,7 @@ def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_s
     job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     body = {"format": MANIFEST_FORMAT + 1, "run": 1, "step": 4}
     (step_folder(job.root, 4) / MANIFEST).write_text(encode_body(body))
-    (request,) = requests_in(job.root, [4], components=("model",))
+    request = job.request(4, components=("model",))
     with completed(job, request) as watcher:
         watcher.follow(request)
         (failure,) = watcher.wait(time.monotonic() + 30)
@@ -449,7 +433,7 @@ def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_s
 def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a_worker(
     job: Job, value: int, rank: int
 ) -> None:
-    (request,) = requests_in(job.root, [4], components=("model",))
+    request = job.request(4, components=("model",))
     job.commit_states(4, {"model": {"w": torch.ones(3)}})
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(4, {"model": {"w": torch.full((3,), float(value))}})

@@ -1,12 +1,12 @@
 """What a trainer forks (a DataLoader's workers) leaves its saves and its signals alone."""
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -140,22 +140,16 @@ def test_a_child_that_leaves_the_block_leaves_the_saves_of_its_parent(
     class Enough(Exception):
         pass
 
-    with contextlib.suppress(Enough), saves:
+    def leave() -> None:
+        with saves:
+            pass  # as at the end of a program
+        with closing(saves), saves:
+            sys.exit(7)
+
+    with suppress(Enough), saves:
         saves.save(1, weights(1))
         slots = sorted(job.spool.folder.glob("*.slot"))
-        child = os.fork()
-        if not child:
-            try:
-                with saves:
-                    pass  # as at the end of a program
-                with saves:
-                    sys.exit(7)
-            except SystemExit as ended:
-                saves.close()
-                os._exit(int(ended.code or 0))
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert end_of(leave) == 7
         assert sorted(job.spool.folder.glob("*.slot")) == slots
         assert len(slots) == 2
         saves.save(2, weights(2))

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.forked import Program
 from tests.support.job import Job
-from trinity_sync.cli.commands import app
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.init_root import resolve_root
@@ -117,7 +116,7 @@ def test_a_step_is_written_into_no_folder_of_a_step(
     ):
         with pytest.raises(ConfigError, match=r"pass the root|is not a folder"):
             write()
-    done = CliRunner().invoke(app, ["jobs", "set", str(inside), "keep=last=3"])
+    done = invoke("jobs", "set", inside, "keep=last=3")
     assert done.exit_code == 2, done.output
     assert sorted(job.root.rglob("*")) == before
 
@@ -150,10 +149,10 @@ def test_an_empty_root_is_not_the_folder_that_one_is_in(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, command)
+    done = invoke(*command)
     assert (done.exit_code, "the root is empty" in done.stderr) == (2, True)
     with pytest.raises(ConfigError, match="the root is empty"):
         resolve_root("")
     assert not any(tmp_path.iterdir())
-    done = CliRunner().invoke(app, ["jobs", "set", ".", "keep=last=3"])
+    done = invoke("jobs", "set", ".", "keep=last=3")
     assert done.exit_code == 0, done.output

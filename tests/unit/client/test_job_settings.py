@@ -44,9 +44,8 @@ def test_only_what_was_set_is_written_and_the_rest_stays(root: Path) -> None:
     assert "keep" not in json.loads(file_of(root).read_text())
 
 
-def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, spool_folder: Path) -> None:
+def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, settings: Settings) -> None:
     set_job_settings(root, {"keep_weights": "last=5"})
-    settings = Settings(spool=spool_folder)
     with CheckpointCoordinator(root, job={"keep": "last=3"}, settings=settings):
         assert read_job_settings(root) == JobSettings(keep="last=3", keep_weights="last=5")
     with CheckpointCoordinator(root, settings=settings):
@@ -155,12 +154,8 @@ def test_a_remote_counts_only_from_a_file_that_no_other_user_may_write(
     assert read_job_settings(root) == JobSettings(keep="last=5")
 
 
-def test_the_file_is_this_users_whatever_the_umask(root: Path) -> None:
-    before = os.umask(0)
-    try:
-        set_job_settings(root, REMOTE)
-    finally:
-        os.umask(before)
+def test_the_file_is_this_users_whatever_the_umask(root: Path, no_umask: None) -> None:
+    set_job_settings(root, REMOTE)
     assert read_job_settings(root).required_remote
 
 
@@ -174,9 +169,8 @@ def test_changes_at_the_same_time_are_all_kept(root: Path) -> None:
 
 
 def test_all_ranks_write_as_the_caller_says_before_rank_0_has_written_it(
-    root: Path, spool_folder: Path
+    root: Path, settings: Settings
 ) -> None:
-    settings = Settings(spool=spool_folder)
     saves = CheckpointCoordinator(
         root, rank=1, world_size=2, job={"write_concurrency": "one"}, settings=settings
     )

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.command import invoke
 from tests.support.job import Job
 from tests.support.models import configure
 from tests.unit.conftest import Open
 from trinity_sync import WeightReader
-from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import RootError
 from trinity_sync.formats.hf_export import export_step
@@ -71,7 +71,7 @@ def test_a_coordinator_loads_and_its_first_save_says_what_to_do(
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_copy_and_a_root_without_an_identity_are_loaded_as_they_are(
-    job: Job, read_only: Make, tmp_path: Path, copied: bool
+    job: Job, read_only: Make, tmp_path: Path, copied: bool, settings: Settings
 ) -> None:
     job.commit_states(1, {"model": {"w": torch.ones(3)}})
     root = tmp_path / "copy"
@@ -79,7 +79,6 @@ def test_a_copy_and_a_root_without_an_identity_are_loaded_as_they_are(
     if not copied:
         (root / IDENTITY_FILE).unlink()
     read_only(root)
-    settings = Settings(spool=job.spool.folder.parent, home=tmp_path)
     with CheckpointCoordinator(root, settings=settings, trigger=CommitsHere()) as saves:
         assert saves.load(1)["model"]["w"].tolist() == [1, 1, 1]
     assert read_identity(root) == (read_identity(job.root) if copied else "")
@@ -117,7 +116,7 @@ def test_a_step_of_dcp_is_loaded(job: Job, read_only: Make, coordinator_of: Open
 
 def run(root: Path, command: str, *arguments: str) -> Result:
     env = {"TRINITY_SYNC_HOME": str(root.parent / "home")}
-    return CliRunner().invoke(app, [command, str(root), *arguments], env=env)
+    return invoke(command, root, *arguments, env=env)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_a_step_is_exported_and_converted(root: Path, model: Any, tmp_path: Path
     export_step(root, 2, to=tmp_path / "hf")
     found = LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-    done = CliRunner().invoke(app, ["export", "dcp", str(root), "2", str(tmp_path / "dcp")])
+    done = invoke("export", "dcp", root, "2", tmp_path / "dcp")
     assert done.exit_code == 0, done.output
 
 

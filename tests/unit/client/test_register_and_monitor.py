@@ -24,12 +24,7 @@ from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import (
-    LockTimeoutError,
-    SaveError,
-    SaveFailedError,
-    SupersededError,
-)
+from trinity_sync.errors import LockTimeoutError, SaveError, SaveFailedError, SupersededError
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.layout import Kind
 from trinity_sync.storage.commit import commit

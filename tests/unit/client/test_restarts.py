@@ -83,10 +83,9 @@ def test_a_file_that_is_lost_after_the_check_fails_all_ranks_and_begins_no_run(r
 
 
 def test_a_rank_that_loads_alone_checks_each_file_of_the_step_once(
-    root: Path, tmp_path: Path
+    root: Path, settings: Settings
 ) -> None:
     calls: Counter[str] = Counter()
-    settings = Settings(spool=tmp_path / "spool", home=tmp_path)
     with (
         CheckpointCoordinator(root, rank=3, world_size=RANKS, settings=settings) as saves,
         watch_path_calls(lambda kind, path: calls.update([path] if kind == "stat" else []), root),
@@ -98,10 +97,9 @@ def test_a_rank_that_loads_alone_checks_each_file_of_the_step_once(
 
 
 def test_a_rank_that_loads_alone_refuses_a_step_with_another_ranks_file_missing(
-    root: Path, tmp_path: Path
+    root: Path, settings: Settings
 ) -> None:
     (step_folder(root, 1) / "actor" / shard_file("model", RANKS, 0)).unlink()
-    settings = Settings(spool=tmp_path / "spool", home=tmp_path)
     with CheckpointCoordinator(root, rank=3, world_size=RANKS, settings=settings) as saves:
         assert saves.latest_step() is None
         with pytest.raises(CommitError, match=r"model_world_size_8_rank_0\.pt is missing"):

@@ -136,7 +136,7 @@ def test_a_run_that_has_resumed_touches_the_memory_of_its_first_save(
 
 
 def test_a_process_that_has_loaded_one_role_touches_no_memory_of_another(
-    tmp_path: Path, coordinator_of: Open, job: Job
+    coordinator_of: Open, job: Job
 ) -> None:
     both = coordinator_of(roles=("actor", "critic"), run_key="first")
     for role in ("actor", "critic"):
@@ -193,7 +193,7 @@ def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:
 
 
 def test_a_restart_with_the_key_of_the_run_before_is_refused(
-    saved: Path, coordinator_of: Open, job: Job
+    saved: Path, coordinator_of: Open
 ) -> None:
     again = coordinator_of(run_key="first")
     with pytest.raises(ConfigError, match="give TRINITY_SYNC_RUN_KEY a new value at each start"):

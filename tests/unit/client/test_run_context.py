@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.job import Job
 from tests.support.steps import save_foreign_step
 from tests.unit.conftest import Open
 from trinity_sync import Checkpoints
-from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.errors import CommitError
@@ -90,13 +89,12 @@ def commit(job: Job, step: int, *, run: int = 1) -> None:
 
 
 def show(root: Path, step: int) -> str:
-    return CliRunner().invoke(app, ["show", str(root), str(step)]).stdout
+    return invoke("show", root, step).stdout
 
 
 @pytest.fixture
-def another(tmp_path: Path, spool_folder: Path) -> CheckpointCoordinator:
+def another(tmp_path: Path, settings: Settings) -> CheckpointCoordinator:
     """A coordinator of another root, with no server to ask."""
-    settings = Settings(spool=spool_folder, home=tmp_path)
     return CheckpointCoordinator(tmp_path / "another", run_key="another", settings=settings)
 
 

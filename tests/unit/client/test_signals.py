@@ -347,7 +347,7 @@ def test_an_emergency_save_names_what_was_submitted_of_the_step_before(
 
 
 def test_an_emergency_save_does_not_wait_for_a_role_that_this_process_saves_next(
-    coordinator_of: Open, job: Job
+    coordinator_of: Open,
 ) -> None:
     saves = coordinator_of(trigger=CommitsHere(), roles=("actor", "critic"))
     states = {"model": {"w": torch.ones(3)}}

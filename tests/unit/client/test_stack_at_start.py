@@ -21,11 +21,6 @@ KNOWN = {DEPLOYMENT: (200, '{"id": "5f3c4e9e-52d8-4be6-9d8f-6ad0a50a7e6c"}')}
 NOWHERE = "no Prefect server is known: PREFECT_API_URL is not set, and {} names none"
 
 
-@pytest.fixture
-def settings(spool_folder: Path, tmp_path: Path) -> Settings:
-    return Settings(spool=spool_folder, home=tmp_path / "home")
-
-
 def start(tmp_path: Path, settings: Settings, **arguments: Any) -> None:
     CheckpointCoordinator(tmp_path / "ckpts", settings=settings, **arguments).close()
 

@@ -202,9 +202,7 @@ def test_shards_in_a_tuple_are_refused(job: Job, tmp_path: Path) -> None:
         to_dcp(job.root, STEP, tmp_path / "out")
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_nothing(
-    job: Job, tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(job: Job, small_disk: Path) -> None:
     commit(job, {"model": {"w": torch.zeros(2_000_000)}})
     with pytest.raises(SaveError, match="No space left on device"):
         to_dcp(job.root, STEP, small_disk / "out")

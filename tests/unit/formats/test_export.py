@@ -21,11 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, T5Config
 
 from tests.support.disk import flip_a_byte
-from tests.support.dying import in_a_process
+from tests.support.dying import end_of, in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.models import configure, tiny
 from tests.unit.formats.test_weight_folder import same
+from tests.unit.tensors.test_deserialize import anonymous_memory
 from trinity_sync.errors import CommitError, ConfigError, ExportError
 from trinity_sync.formats import safetensors
 from trinity_sync.formats.hf_export import export_step, fail_export_request, run_export_request
@@ -220,7 +221,9 @@ def test_weights_and_config_have_the_dtype_that_was_asked_for(
     assert loaded.dtype == torch_dtype
 
 
-def test_a_killed_export_resumes(job: Job, commit: Commit, tmp_path: Path) -> None:
+def test_a_killed_export_resumes(
+    job: Job, commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny(layers=4)
     commit(shards(model.state_dict(), (2,)), model.config)
     saved: list[str] = []
@@ -231,19 +234,16 @@ def test_a_killed_export_resumes(job: Job, commit: Commit, tmp_path: Path) -> No
         saved.append(path.name)
         save_tensors(path, tensors)
 
-    if (child := os.fork()) == 0:
-        try:
-            safetensors.save_tensors = save_and_die
-            export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    monkeypatch.setattr(safetensors, "save_tensors", save_and_die)
+    export = partial(export_step, job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+    assert end_of(export) == -signal.SIGKILL
+    monkeypatch.undo()
     assert not (tmp_path / "out").exists()
     left = sorted((tmp_path / ".out.partial").glob("*.safetensors"))
     assert len(left) == 2
     left[1].write_bytes(b"torn")
     kept = left[0].stat().st_ino
-    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=6000)
+    export()
     assert (tmp_path / "out" / left[0].name).stat().st_ino == kept
     assert same(weights(tmp_path / "out"), model.state_dict())
     assert not (tmp_path / ".out.partial").exists()
@@ -274,11 +274,6 @@ def freed_memory_goes_back() -> Iterator[None]:
     malloc.mallopt(mmap_threshold, 1 << 20)
     yield
     malloc.mallopt(mmap_threshold, usual_most)
-
-
-def anonymous_memory() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def test_memory_holds_one_file_of_the_result_at_a_time(

@@ -95,11 +95,8 @@ class Kind:
     auto: Any = AutoModelForCausalLM
 
     def make(self, seed: int = 0) -> Any:
-        values = {**self.values}
-        if self.auto is AutoModelForImageTextToText:
-            config = AutoConfig.for_model(self.model_type, **values)
-        else:
-            config = AutoConfig.for_model(self.model_type, **{**SIZES, **values})
+        sizes = {} if self.auto is AutoModelForImageTextToText else SIZES
+        config = AutoConfig.for_model(self.model_type, **{**sizes, **self.values})
         torch.manual_seed(seed)
         model = self.auto.from_config(config, attn_implementation="eager")
         config.architectures = [type(model).__name__]
@@ -141,8 +138,7 @@ KINDS = {
 
 def compute(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=TOKENS).logits
-    return found
+        return model.eval()(input_ids=TOKENS).logits
 
 
 def load(kind: Kind, folder: Path, dtype: torch.dtype | str = "auto") -> Any:
@@ -157,7 +153,8 @@ def commit(job: Job, folder: Path, step: int, state: dict[str, Any], config: Any
     job.commit(step, "model", "metadata")
 
 
-def publish(job: Job, versions: VersionFile, folder: WeightFolder, step: int, state: Any) -> Path:
+def publish(job: Job, folder: WeightFolder, step: int, state: Any) -> Path:
+    versions = VersionFile(job.root.with_name("version.json"))
     versions.tell(upload(job, step, state))
     with WeightReader(versions, name="folder") as reader:
         return folder.publish(reader).folder
@@ -193,7 +190,7 @@ def test_a_model_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) ->
 
     versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "served", deltas=1)
-    first = publish(job, versions, folder, 1, trained.state_dict(keep_vars=True))
+    first = publish(job, folder, 1, trained.state_dict(keep_vars=True))
     assert torch.equal(compute(load(kind, first)), before)
 
     target = load(kind, tmp_path / "served", torch.bfloat16)
@@ -207,7 +204,7 @@ def test_a_model_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) ->
         [p for n, p in trained.named_parameters() if "norm" in n or "ln_" in n][-1].mul_(1.5)
     after = compute(trained)
     assert not torch.equal(after, before)
-    publish(job, versions, folder, 2, trained.state_dict(keep_vars=True))
+    publish(job, folder, 2, trained.state_dict(keep_vars=True))
     follower = FolderReader(tmp_path / "out")
     copied = WeightFolder(tmp_path / "copy", tmp_path / "served").publish(follower)
     assert follower.version.base == 1
@@ -271,12 +268,11 @@ def test_a_head_that_is_no_longer_tied_is_not_lost(job: Job, tmp_path: Path, nam
     commit(job, tmp_path / "tied", 1, trained.state_dict(), trained.config)
     head = trained.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone())
-    versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "served", deltas=2)
     for step, factor in enumerate((1.0, 1.5, 1.0), 2):  # apart, but equal; other; other again
         with torch.no_grad():
             head.weight.mul_(factor)
-        published = publish(job, versions, folder, step, trained.state_dict(keep_vars=True))
+        published = publish(job, folder, step, trained.state_dict(keep_vars=True))
         commit(job, tmp_path / f"apart {step}", step, trained.state_dict(), trained.config)
         export_step(job.root, step, to=tmp_path / "exported")
         expected = compute(trained)
@@ -301,9 +297,8 @@ def test_a_head_that_the_trainer_ties_and_the_config_does_not_is_written_twice(
     trained = kind.make()
     trained.save_pretrained(tmp_path / "served")
     trained.lm_head.weight = trained.model.embed_tokens.weight
-    versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "served")
-    published = publish(job, versions, folder, 1, trained.state_dict(keep_vars=True))
+    published = publish(job, folder, 1, trained.state_dict(keep_vars=True))
     assert torch.equal(compute(load(kind, published)), compute(trained))
 
 
@@ -320,9 +315,7 @@ def test_a_wrapped_model_comes_out_as_the_plain_one(job: Job, tmp_path: Path, wr
     if wrapper == "activation checkpointing":  # named_parameters has the wrapper's name
         state = {n.replace("o_proj", "o_proj._checkpoint_wrapped_module"): state[n] for n in state}
     versions = VersionFile(tmp_path / "version.json")
-    published = publish(
-        job, versions, WeightFolder(tmp_path / "out", tmp_path / "served"), 1, state
-    )
+    published = publish(job, WeightFolder(tmp_path / "out", tmp_path / "served"), 1, state)
     assert torch.equal(compute(load(kind, published)), expected)
     commit(job, tmp_path / "metadata", 1, state, config)
     export_step(job.root, 1, to=tmp_path / "exported")
@@ -384,10 +377,9 @@ def test_what_no_engine_loads_is_refused_before_a_byte_is_written(
     trained = KINDS["qwen3_moe"].make()
     trained.save_pretrained(tmp_path / "served")
     state = alter(trained.state_dict())
-    versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "served")
     with pytest.raises(ExportError, match=said):
-        publish(job, versions, folder, 1, state)
+        publish(job, folder, 1, state)
     assert folder.latest() is None
     assert {each.name for each in (tmp_path / "out").iterdir()} == {".publisher.lock", ".job.lock"}
     commit(job, tmp_path / "metadata", 1, state, trained.config)
@@ -491,9 +483,8 @@ def test_the_tensors_of_an_adapter_alone_are_published_as_peft_reads_them(
     config.base_model_name_or_path = str(base) if knows_base else None
     config.save_pretrained(tmp_path / "adapter")
     state = get_peft_model_state_dict(trained, save_embedding_layers=adapted.trains_embeddings)
-    versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "adapter")
-    published = publish(job, versions, folder, 1, state)
+    published = publish(job, folder, 1, state)
     assert {path.name for path in published.iterdir()} == {
         *("adapter_model.safetensors", "adapter_config.json", "version.json")
     }

@@ -13,8 +13,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.disk import flip_a_byte
 from tests.support.dying import in_a_process
 from tests.support.job import Job
@@ -24,7 +24,6 @@ from tests.support.powercut import Recording, cuts
 from tests.unit.formats.test_export import shards
 from tests.unit.retention.test_retention import prune
 from trinity_sync import Checkpoints, WeightReader
-from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.formats import merge
 from trinity_sync.formats.hf_export import export_step
@@ -153,7 +152,7 @@ def test_a_merge_knows_its_parents_and_serves_readers_of_its_own_root_alone(
     url = f"file://{tmp_path}/remote"
     replicate(out, url, 20)
     for place in (str(out), url):
-        listed = CliRunner().invoke(app, ["ls", place]).stdout
+        listed = invoke("ls", place).stdout
         assert listed.splitlines()[0].endswith("merge of 10, 20")
     with WeightReader(root=out, name="evaluation") as reader:
         found = dict(reader.iter_weights())

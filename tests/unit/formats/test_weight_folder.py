@@ -21,14 +21,13 @@ import zstandard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from typer.testing import CliRunner
 
 from tests.support import models
+from tests.support.command import invoke
 from tests.support.disk import flip_a_byte, no_file_above
 from tests.support.dying import in_a_process
 from tests.support.powercut import Recording, after, cuts
 from trinity_sync import FolderReader, WeightFolder
-from trinity_sync.cli.commands import app
 from trinity_sync.errors import ConfigError, DeltaError, ExportError, WeightSyncError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.storage.runs import open_run
@@ -116,6 +115,11 @@ def same(one: State, other: State) -> bool:
     )
 
 
+def publish(folder: WeightFolder, *steps: int) -> PublishedVersion:
+    """Publish the small weights of steps; return the last version."""
+    return [folder.publish(StateView(step, small(step))) for step in steps][-1]
+
+
 def versions_in(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir() if path.is_dir())
 
@@ -177,8 +181,7 @@ def test_weights_that_engines_would_not_load_are_not_published(
     tmp_path: Path, model: Path, deltas: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = WeightFolder(tmp_path / "out", model, deltas=deltas)
-    for step in (2, 3):
-        published = folder.publish(StateView(step, small(step)))
+    published = publish(folder, 2, 3)
     with pytest.raises(ConfigError, match=r"step 3 of run 1 .* its weights differ from .* step 3"):
         folder.publish(StateView(3, small(4)))
     assert folder.publish(StateView(2, small(2))) == published  # that no run has superseded
@@ -296,8 +299,7 @@ def test_tensors_of_another_dtype_than_before_are_published_complete(
 def chain(tmp_path: Path, model: Path) -> Path:
     """A complete version and three deltas."""
     folder = WeightFolder(tmp_path / "out", model, deltas=9)
-    for step in range(1, 5):
-        folder.publish(StateView(step, small(step)))
+    publish(folder, *range(1, 5))
     return tmp_path / "out"
 
 
@@ -376,8 +378,7 @@ def test_a_version_that_is_removed_while_it_is_read_is_replaced_by_a_newer_one(
 
 def test_a_missing_base_is_followed_by_a_complete_version(tmp_path: Path, model: Path) -> None:
     folder = WeightFolder(tmp_path / "out", model, deltas=9)
-    for step in (1, 2, 3):
-        folder.publish(StateView(step, small(step)))
+    publish(folder, 1, 2, 3)
     shutil.rmtree(tmp_path / "out/weight_v000001")
     assert [folder.publish(StateView(step, small(step))).base for step in (4, 5)] == [None, 4]
     assert versions_in(tmp_path / "out") == ["weight_v000004", "weight_v000005"]
@@ -388,8 +389,7 @@ def test_old_versions_are_removed_before_those_that_they_build_on(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = WeightFolder(tmp_path / "out", model, deltas=2, keep=1)
-    for step in (1, 2, 3):
-        folder.publish(StateView(step, small(step)))
+    publish(folder, 1, 2, 3)
     remove, left = writer.remove_version, count(1)
 
     def remove_one(path: Path) -> None:
@@ -433,14 +433,13 @@ def test_a_history_has_every_version_bit_equal_also_those_that_were_published_ag
 def history(tmp_path: Path, model: Path) -> Path:
     """Three chains of three versions, of the steps 1 to 9."""
     folder = WeightFolder(tmp_path / "out", model, deltas=2, keep="all")
-    for step in range(1, 10):
-        folder.publish(StateView(step, small(step)))
+    publish(folder, *range(1, 10))
     return tmp_path / "out"
 
 
 def prune(out: Path, *options: str) -> dict[str, list[int]]:
     """What the command says that it did, oldest first."""
-    done = CliRunner().invoke(app, ["prune", str(out), *options, "-o", "json"])
+    done = invoke("prune", out, *options, "-o", "json")
     assert done.exit_code == 0, done.stderr
     found: dict[str, list[int]] = {}
     for row in reversed(json.loads(done.stdout)["prune"]["steps"]):
@@ -502,7 +501,7 @@ def test_chains_stay_that_a_reader_has_open(history: Path) -> None:
 def test_no_chain_is_removed_by_what_does_not_choose_any(
     history: Path, options: list[str], said: str
 ) -> None:
-    done = CliRunner().invoke(app, ["prune", str(history), *options])
+    done = invoke("prune", history, *options)
     assert done.exit_code == 2
     assert said in done.stderr
     assert steps_left(history) == [*range(1, 10)]
@@ -623,8 +622,7 @@ def test_whenever_the_publisher_is_killed_the_marker_names_a_whole_version(
 
     def go_on(out: Path) -> None:
         folder = WeightFolder(out, model, deltas=deltas, keep=keep)
-        for step in (2, 3, 4):
-            folder.publish(StateView(step, small(step)))
+        publish(folder, 2, 3, 4)
 
     found = []
     for moment in count(1):

@@ -354,13 +354,6 @@ def test_a_training_ends_although_the_metrics_cannot_be_written(
     assert read_metrics(job.root, 1, 7) == {"loss": 2.0}
 
 
-@pytest.fixture
-def no_umask() -> Iterator[None]:
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
 @pytest.mark.parametrize(
     ("folder", "lock"),
     [(0o700, 0o600), (0o755, 0o600), (0o750, 0o600), (0o775, 0o660), (0o777, 0o666)],
@@ -399,9 +392,7 @@ def open_to_all(job: Job) -> Job:
     return job
 
 
-def test_readers_of_a_root_cannot_block_its_locks(
-    open_to_all: Job, no_umask: None, tmp_path: Path
-) -> None:
+def test_readers_of_a_root_cannot_block_its_locks(open_to_all: Job, no_umask: None) -> None:
     job = open_to_all
     os.umask(0o022)
     job.stage(1, {"model": {"w": torch.ones(3)}}, write_concurrency="one")

@@ -101,10 +101,9 @@ else:
 
 
 def test_a_second_program_with_the_root_and_a_forked_child_save_by_dcp(
-    tmp_path: Path, variables: dict[str, str], spool_folder: Path
+    tmp_path: Path, variables: dict[str, str], settings: Settings
 ) -> None:
     """As a critic's process group beside the actor's."""
-    settings = Settings(spool=spool_folder, home=tmp_path / "home")
     with CheckpointCoordinator(tmp_path / "saves", settings=settings) as first:
         first.begin()
         _, log = run_code(SECOND, tmp_path, variables)

@@ -10,11 +10,6 @@ from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(home=tmp_path / "home")
-
-
 def job_at(path: Path) -> Path:
     path.mkdir(parents=True)
     return path

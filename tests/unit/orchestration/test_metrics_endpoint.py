@@ -85,16 +85,14 @@ def test_saves_seconds_bytes_and_the_newest_step_can_be_scraped(
 
 
 def test_a_worker_that_starts_knows_where_the_jobs_of_its_node_stand(
-    job: Job, tmp_path: Path
+    job: Job, settings: Settings
 ) -> None:
-    settings = Settings(home=tmp_path)
     job.commit_states(7, {"model": {"w": torch.zeros(3)}})
     register_root(settings.home, job.root)
     assert newest_step(WorkerMetrics().serve(settings, at(free_port()))) == 7
 
 
-def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path)
+def test_a_root_that_hangs_does_not_hold_up_a_workers_start(job: Job, settings: Settings) -> None:
     register_root(settings.home, job.root)
     manifest = job.root / "global_step_7/manifest.json"
     manifest.parent.mkdir()
@@ -114,9 +112,8 @@ def newest_step(port: int) -> float:
 
 
 def test_images_that_wait_and_free_memory_can_be_scraped_also_before_a_save(
-    job: Job, tmp_path: Path
+    job: Job, tmp_path: Path, settings: Settings
 ) -> None:
-    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
     port = WorkerMetrics().serve(settings, at(free_port()))
     for step in (1, 2, 3):  # two slots, so the first is evicted
         job.stage(step, {"model": {"w": torch.zeros(3)}})
@@ -134,9 +131,8 @@ def test_images_that_wait_and_free_memory_can_be_scraped_also_before_a_save(
 
 
 def test_corrupted_steps_readers_and_other_workers_commits_are_read_from_the_root(
-    job: Job, tmp_path: Path
+    job: Job, settings: Settings
 ) -> None:
-    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
     metrics = WorkerMetrics()
     metrics.update_newest(job.spool.folder.name, "checkpoint", 2, time.time())  # its own commit
     for step in (1, 2, 7):
@@ -172,9 +168,8 @@ def corrupted_steps(observer: RootObserver) -> dict[str, float]:
 
 
 def test_corruption_marks_are_looked_up_rarely(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
-    settings = Settings(home=tmp_path, spool=job.spool.folder.parent)
     register_root(settings.home, job.root)
     name, corruption = job.spool.folder.name, Corruption({MODEL: "is missing"}, 1.7e9)
     observer = RootObserver(settings, StackSettings(), lambda *_: None)
@@ -189,14 +184,13 @@ def test_corruption_marks_are_looked_up_rarely(
 
 
 def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
-    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    job: Job, settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(home=tmp_path / "home", spool=job.spool.folder.parent)
     name = job.spool.folder.name
     register_root(settings.home, job.root)
     commit_files(job.root, 1)
     observer = RootObserver(settings, StackSettings(), lambda *_: None)
-    unreadable = tmp_path / ("x" * 300)  # the file system refuses to look it up
+    unreadable = job.root / ("x" * 300)  # the file system refuses to look it up
     register_root(settings.home, unreadable)
     for _ in range(2):
         observer.observe()

@@ -31,11 +31,6 @@ from trinity_sync.storage.gc import Finding, remove_attached, remove_temporaries
 LATER_S = 7200.0
 
 
-@pytest.fixture
-def settings(job: Job, tmp_path: Path) -> Settings:
-    return Settings(spool=job.spool.folder.parent, home=tmp_path / "home")
-
-
 def run(job: Job, settings: Settings, *, later_s: float = 0.0) -> list[Finding]:
     """What it finds without a server, so many seconds from now, except in the catalog."""
     found = reconcile(settings, [job.root], None, grace_s=GRACE_S - later_s)
@@ -145,7 +140,7 @@ def test_temporary_files_are_removed_once_they_are_not_needed(job: Job, settings
 
 
 def test_files_for_saves_that_were_never_submitted_are_removed_after_a_newer_commit(
-    job: Job, settings: Settings
+    job: Job,
 ) -> None:
     folder = step_folder(attaching_folder(job.root) / "killed", 3)
     folder.mkdir(parents=True)

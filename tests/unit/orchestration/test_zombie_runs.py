@@ -216,9 +216,8 @@ def failed_run(request: SaveRequest, kind: str, name: str = "") -> Iterator[Pref
 
 
 @pytest.fixture
-def recovery(spool_folder: Path) -> NodeRecovery:
+def recovery(settings: Settings) -> NodeRecovery:
     """What a worker recovers that executes no run."""
-    settings = Settings(spool=spool_folder)
     return NodeRecovery(settings, f"{NODE}/2/2", lambda _: False, lambda _: None)
 
 

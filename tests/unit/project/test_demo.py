@@ -56,9 +56,8 @@ def test_the_demo_ends_the_stack_that_it_has_started(
 
 
 def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
-    demo: Any, tmp_path: Path, spool_folder: Path
+    demo: Any, tmp_path: Path, spool_folder: Path, settings: Settings
 ) -> None:
-    settings = Settings(home=tmp_path / "home", spool=spool_folder)
     output = tmp_path / "demo-output"
     for root in (mine := output / "job-1", theirs := tmp_path / "job-2"):
         root.mkdir(parents=True)

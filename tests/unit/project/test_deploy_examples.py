@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from trinity_sync.cli.commands import app
+from tests.support.command import invoke
 from trinity_sync.settings import StackSettings
 
 FOLDER = Path(__file__).parents[3] / "deploy"
@@ -119,7 +118,7 @@ def test_the_commands_of_the_units_exist(name: str) -> None:
     unit.read(FOLDER / "systemd" / name)
     path, *command = unit["Service"]["ExecStart"].split()
     assert path == "%h/.local/bin/trinity-sync"
-    assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0
+    assert invoke(*command, "--help").exit_code == 0
 
 
 def test_the_images_that_are_named_are_targets_of_the_dockerfile() -> None:

@@ -17,17 +17,16 @@ from uuid import uuid4
 import pytest
 import torch
 from prefect.client.schemas.objects import FlowRun
-from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.models.test_records import NAMES, Kind, records  # noqa: F401 (a fixture)
+from tests.support.command import invoke
 from tests.support.job import Job, find_orphaned_saves
 from tests.support.leases import acquire_lease
 from tests.support.steps import commit_files
 from tests.support.weights import first, upload
 from tests.unit.retention.test_retention import prune, rules
 from trinity_sync.cli.app import require_existing
-from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
@@ -290,7 +289,7 @@ STEP_USES: dict[str, Callable[[Scene], object]] = {
     "a report is made": lambda at: collect_report(at.settings, at.job.root),
 }
 RUN_USES: dict[str, Callable[[Scene], object]] = {
-    "a training begins": lambda at: open_run(at.job.root, "third", 4),
+    "a training begins": lambda at: open_run(at.job.root, "third", 4)
 }
 USES = {"spool": SPOOL_USES, "root": ROOT_USES, "step": STEP_USES, "run": RUN_USES}
 
@@ -334,15 +333,14 @@ def test_a_sweep_names_a_step_of_another_release_once_and_repairs_nothing(
 
 @both
 def test_ls_and_doctor_name_the_environment_to_upgrade(
-    job: Job, tmp_path: Path, spool_folder: Path, change: int
+    job: Job, change: int, settings: Settings
 ) -> None:
     for step in (1, 2, 3):
         commit_files(job.root, step)
     of_another_release(step_folder(job.root, 2) / "manifest.json", change)
-    shown = CliRunner().invoke(app, ["ls", str(job.root)])
+    shown = invoke("ls", job.root)
     assert shown.exit_code
     assert "upgrade trinity-sync in" in shown.stderr
-    settings = Settings(spool=spool_folder, home=tmp_path)
     (check,) = [each for each in run_checks(settings, job.root) if each.name == "records"]
     assert check.state == "fail"
     assert re.search(upgrade(change), check.found)

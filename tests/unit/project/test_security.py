@@ -100,10 +100,7 @@ def of_others(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [
-        lambda job: load_states(job.root, 2, "actor"),
-        lambda job: load_file(shards(job)[1]),
-    ],
+    [lambda job: load_states(job.root, 2, "actor"), lambda job: load_file(shards(job)[1])],
     ids=["load", "file"],
 )
 def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
@@ -353,24 +350,16 @@ def test_a_password_in_a_url_is_not_repeated() -> None:
         assert "hidden" not in str(failed.value)
 
 
-def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job, tmp_path: Path) -> None:
+def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job) -> None:
     (job.root / "secret").write_text("mine")
     receipt = CallableStatus("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
     with pytest.raises(SaveError, match="is a link or outside of its folder"):
         commit(job.save(1), [], [receipt])
 
 
-@pytest.fixture
-def careless() -> Iterator[None]:
-    """New files may be written by all users, unless their maker says otherwise."""
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
 @pytest.mark.parametrize("mode", [0o646, 0o664, 0o666])
 def test_source_files_are_not_trusted_at_the_request_of_others(
-    tmp_path: Path, careless: None, mode: int
+    tmp_path: Path, no_umask: None, mode: int
 ) -> None:
     commit_files(tmp_path, 1, exports={"actor": "hf_model with remote code"})
     assert allows_remote_code(tmp_path, 1, "actor")
@@ -384,7 +373,7 @@ def mode_of(path: Path) -> int:
 
 
 def test_credentials_and_logs_of_the_stack_can_be_read_by_no_other_user(
-    tmp_path: Path, careless: None
+    tmp_path: Path, no_umask: None
 ) -> None:
     for name in ("stack.json", "ray_token"):  # of a careless day
         (tmp_path / name).write_text("known to all")
@@ -466,7 +455,7 @@ def test_a_home_below_another_users_folder_of_a_shared_one_is_refused(tmp_path: 
 
 
 def test_the_server_asks_for_a_password_that_only_its_user_can_read_unless_it_is_told_not_to(
-    tmp_path: Path, careless: None
+    tmp_path: Path, no_umask: None
 ) -> None:
     settings = Settings(home=tmp_path)
     with environment({}):

@@ -462,7 +462,7 @@ def test_a_corrupted_copy_is_not_committed_and_sent_again_once_its_file_is_remov
 
 
 def test_a_copy_never_takes_the_place_of_another_step_nor_that_of_an_earlier_run(
-    commit: Callable[..., Job], tmp_path: Path, url: str
+    commit: Callable[..., Job], url: str
 ) -> None:
     job = commit(4)
     replicate(job.root, url, 4)
@@ -558,7 +558,7 @@ def test_a_copy_of_a_root_that_trains_on_needs_a_remote_of_its_own(
 
 
 def test_of_two_roots_of_one_job_that_both_train_the_second_is_refused(
-    commit: Callable[..., Job], any_url: str, request: pytest.FixtureRequest, tmp_path: Path
+    commit: Callable[..., Job], any_url: str, request: pytest.FixtureRequest
 ) -> None:
     job = commit(20)
     open_run(job.root, "first", 0)

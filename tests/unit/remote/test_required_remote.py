@@ -15,10 +15,9 @@ import boto3
 import pytest
 import torch
 from s3fs import S3FileSystem
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.job import Job, Noted
-from trinity_sync.cli.commands import app
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.fs.records import encode_record
@@ -397,9 +396,8 @@ def test_a_torn_file_of_the_settings_is_named_and_training_goes_on(machine: Make
 
 
 def test_a_training_does_not_begin_without_its_required_remote(
-    tmp_path: Path, spool_folder: Path, s3: boto3.client, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3: boto3.client, monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
-    settings = Settings(spool=spool_folder)
     job = {"remote": "s3://no-such-bucket/{job}", "remote_required": True}
     with pytest.raises(RemoteError, match=r"cannot write .* s3://no-such-bucket/.*ckpts-"):
         CheckpointCoordinator(tmp_path / "ckpts", job=job, settings=settings)
@@ -411,7 +409,7 @@ def test_a_training_does_not_begin_without_its_required_remote(
     S3FileSystem.clear_instance_cache()
 
 
-def test_a_job_gets_a_required_remote_with_its_next_start(machine: Make, tmp_path: Path) -> None:
+def test_a_job_gets_a_required_remote_with_its_next_start(machine: Make) -> None:
     one = machine("one")
     root = one.folder / "ckpts"
     with closing(Job.open(root, one.spool)) as job:
@@ -429,17 +427,16 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     one = machine("one")
     saves = one.train("first", 1)
     one.commit(saves, 2, sent=False)
-    run = CliRunner().invoke
-    assert '"in_remote": true' in run(app, ["ls", str(saves.root), "-o", "json"]).output
-    assert "in remote" in run(app, ["ls", str(saves.root)]).output
+    assert '"in_remote": true' in invoke("ls", saves.root, "-o", "json").output
+    assert "in remote" in invoke("ls", saves.root).output
     found = {check.name: check for check in check_root(saves.root, saves.settings)}
     assert (found["remote"].state, "it lacks [2]" in found["remote"].found) == ("warn", True)
-    assert "\tvalid" in run(app, ["verify", one.url]).output
+    assert "\tvalid" in invoke("verify", one.url).output
     content = Remote(one.url).read_file(1, SHARD)
     Remote(one.url).write_file(1, SHARD, bytes(len(content)))
-    found = run(app, ["verify", one.url, "1"])
+    found = invoke("verify", one.url, "1")
     assert (found.exit_code, f"\tcorrupted\t{SHARD} has other bytes" in found.output) == (3, True)
-    misspelled = run(app, ["verify", f"{one.url}s"])
+    misspelled = invoke("verify", f"{one.url}s")
     assert (misspelled.exit_code, "no job has sent" in misspelled.stderr) == (2, True)
     shutil.rmtree(saves.root)
-    assert "jobs set" in run(app, ["show", "s3://bucket/job", "1"]).output
+    assert "jobs set" in invoke("show", "s3://bucket/job", "1").output

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.disk import flip_a_byte
 from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.unit.conftest import Open
-from trinity_sync.cli.commands import app
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.integrations.trainer_saves import TrainerSaves
@@ -162,7 +161,7 @@ def test_evaluations_read_the_weights_and_lists_say_so(saved: Job) -> None:
     assert [*Checkpoints(saved.root).load(20)] == ["model"]
     row = read_step(saved.root, 20)
     assert (row.status, row.kind, row.notes) == ("valid", "state_dict", ["weights only"])
-    shown = CliRunner().invoke(app, ["show", str(saved.root), "20"]).stdout
+    shown = invoke("show", saved.root, "20").stdout
     assert "weights only: retention has removed extra_state and optim" in shown
 
 
@@ -324,7 +323,7 @@ def test_the_setting_of_the_job_and_the_command_take_the_policy(saved: Job) -> N
     assert rules.models == parse_policy("every=20")
     assert Rules.of_job(JobSettings()).models is None
     command = ["prune", str(saved.root), "--keep", "last=1", "--keep-model", "every=20"]
-    done = CliRunner().invoke(app, [*command, "--dry-run", "-o", "json"])
+    done = invoke(*command, "--dry-run", "-o", "json")
     steps = json.loads(done.stdout)["prune"]["steps"]
     assert {each["step"]: each["status"] for each in steps} == {
         40: "kept",

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.disk import no_file_opens
 from tests.support.forked import Program
 from tests.support.job import Job
@@ -28,7 +28,6 @@ from tests.support.savers import await_that, end_savers, savers_of
 from tests.unit.saver.conftest import Make, Saves
 from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Settings
 from trinity_sync import saver as saver_module
-from trinity_sync.cli.commands import app
 from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.errors import RootError, SaveError, SaveFailedError
 from trinity_sync.fs.atomic import walk_files
@@ -269,7 +268,7 @@ def test_on_a_full_disk_a_start_loads_and_prune_makes_room(
         with pytest.raises(RootError, match="Free space there"):
             save(saves, 7)
     arguments = "prune", str(root), "--keep", "last=1", "--yes"
-    done = CliRunner().invoke(app, arguments, env=settings.to_variables())
+    done = invoke(*arguments, env=settings.to_variables())
     assert done.exit_code == 0, done.output
     assert Checkpoints(root).steps() == [6]
     with start() as saves:

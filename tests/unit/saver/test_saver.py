@@ -20,12 +20,11 @@ from types import CodeType, FrameType
 
 import pytest
 import torch
-from click.testing import Result
-from typer.testing import CliRunner
 
 from benchmarks.path_calls import watch_path_calls
 from tests.conftest import environment
 from tests.support.answers import server
+from tests.support.command import invoke
 from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
 from tests.support.savers import (
@@ -41,7 +40,6 @@ from tests.support.waiting import until
 from tests.unit.saver.conftest import Make, Saves
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync import saver as saver_module
-from trinity_sync.cli.commands import app
 from trinity_sync.client import saver_control
 from trinity_sync.client.saver_control import (
     LOG,
@@ -149,10 +147,10 @@ def test_a_saver_that_hangs_is_named_with_what_to_type(
     monkeypatch.setattr(saver_control, "SILENT_S", 0.2)
     saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     env = settings.to_variables() | {"PREFECT_API_URL": ""}
-    runs = CliRunner().invoke(app, ["status"], env=env)
+    runs = invoke("status", env=env)
     assert (runs.exit_code, "unresponsive" in runs.output) == (0, False)
     hangs = suspend_saver(settings.spool)
-    found = CliRunner().invoke(app, ["status"], env=env)
+    found = invoke("status", env=env)
     assert (found.exit_code, f"kill -9 {hangs.pid}" in found.output) == (3, True)
     hangs.kill()
     hangs.wait(60)
@@ -280,15 +278,15 @@ def test_a_start_waits_for_save_functions_of_a_trainer_that_has_ended(
         assert coordinator().latest_step(settle_s=0.1) is None
         assert "(steps 3) are still not committed after 0.1 s" in caplog.text
         with environment(settings.to_variables()):
-            late = CliRunner().invoke(app, [*command, "0.1"])
+            late = invoke(*command, "0.1")
         assert (late.exit_code, "step 3 " in late.stderr) == (1, True)
     with environment(settings.to_variables()):
-        assert CliRunner().invoke(app, [*command, "60"]).exit_code == 0
+        assert invoke(*command, "60").exit_code == 0
     assert coordinator().latest_step() == 3
 
 
 def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
-    saves: Saves, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    saves: Saves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
@@ -344,19 +342,15 @@ def test_a_saver_has_the_files_and_folders_that_its_trainer_names_by_relative_pa
 
 
 def test_files_have_the_modes_of_their_trainers_umask_whoever_started_the_first_saver(
-    settings: Settings, tmp_path: Path
+    settings: Settings, tmp_path: Path, no_umask: None
 ) -> None:
-    before = os.umask(0o022)
-    try:
-        with ExitStack() as open_ones:
-            for umask in (0o022, 0o077):
-                os.umask(umask)
-                root = tmp_path / f"{umask:03o}"
-                saves = CheckpointCoordinator(root, settings=settings)
-                open_ones.enter_context(saves)
-                saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
-    finally:
-        os.umask(before)
+    with ExitStack() as open_ones:
+        for umask in (0o022, 0o077):
+            os.umask(umask)
+            root = tmp_path / f"{umask:03o}"
+            saves = CheckpointCoordinator(root, settings=settings)
+            open_ones.enter_context(saves)
+            saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     for root, folders, files in (("022", 0o755, 0o644), ("077", 0o700, 0o600)):
         step = tmp_path / root / "global_step_1"
         paths = [step, *step.rglob("*"), tmp_path / root / "latest_checkpointed_iteration.txt"]
@@ -385,7 +379,7 @@ def test_what_follows_a_commit_is_resumed_after_the_end_of_its_saver(
 
 @pytest.mark.parametrize("by_function", [False, True])
 def test_a_step_that_the_remote_has_refused_is_sent_when_it_is_submitted_again(
-    coordinator: Make, job: Job, tmp_path: Path, by_function: bool
+    coordinator: Make, tmp_path: Path, by_function: bool
 ) -> None:
     remote = tmp_path / "remote"
     saves = coordinator(job={"remote": remote.as_uri(), "remote_required": True})
@@ -652,7 +646,7 @@ def test_roles_may_save_other_components_than_the_first_one(coordinator: Make, j
 
 
 def test_the_saver_leaves_the_saves_of_a_stack_alone(
-    coordinator: Make, tmp_path: Path, job: Job, settings: Settings, spool_folder: Path
+    coordinator: Make, tmp_path: Path, job: Job, settings: Settings
 ) -> None:
     places = [NodeRanks("a", str(job.spool.folder), (0,)), NodeRanks("b", "/none", (1,))]
     of_stack = settings.model_copy(update={"saver": "stack"})
@@ -743,16 +737,12 @@ def test_a_saver_keeps_no_file_of_a_run_open(settings: Settings, tmp_path: Path,
     assert max(open_files[-3:]) < min(open_files[:3]) + 6
 
 
-def call_command(settings: Settings, *words: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, words)], env=settings.to_variables())
-
-
 @pytest.mark.parametrize("saver_lives", [True, False])
 @pytest.mark.parametrize("kind", ["checkpoint", "state_dict"])
 def test_each_command_that_is_printed_for_a_failed_save_works_without_a_stack(
     saves: Saves, settings: Settings, job: Job, kind: Kind, saver_lives: bool
 ) -> None:
-    call = partial(call_command, settings)
+    call = partial(invoke, env=settings.to_variables())
     write_job_settings(job.root, {"on_nonfinite": "refuse"})
     saves.save(1, {"model": {"w": torch.tensor(math.nan)}}, kind=kind)
     with pytest.raises(SaveFailedError, match="retry it"):
@@ -779,7 +769,7 @@ def test_each_command_that_is_printed_for_a_failed_save_works_without_a_stack(
 def test_saves_that_wait_although_no_saver_lives_are_told_with_what_to_do(
     settings: Settings, job: Job
 ) -> None:
-    call = partial(call_command, settings)
+    call = partial(invoke, env=settings.to_variables())
     assert (call("status").exit_code, call("status").stdout) == (0, "saver\tidle\t\t\n")
     job.stage(30, {"model": {"w": torch.zeros(4)}})
     until(lambda: call("status").exit_code == 3, "a saver could have been started")

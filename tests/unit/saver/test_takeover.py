@@ -105,13 +105,7 @@ def test_a_stack_that_begins_nothing_delays_no_commit_for_long(
 
 
 @pytest.mark.parametrize(
-    "answers",
-    [
-        None,
-        {},
-        {"": (500, "{}")},
-        {"/deployments/name": TAKEN[""], "": (422, "{}")},
-    ],
+    "answers", [None, {}, {"": (500, "{}")}, {"/deployments/name": TAKEN[""], "": (422, "{}")}]
 )
 def test_a_stack_that_takes_no_save_delays_no_commit(
     job: Job,

@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.support.answers import serving
+from tests.support.command import invoke
 from tests.support.job import Job
 from tests.unit.cli.test_wait_command import describe
 from tests.unit.retention.test_retention import prune
-from trinity_sync.cli.commands import app
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
@@ -121,17 +121,12 @@ def test_all_say_the_same_of_a_save(
                 assert [ranks_are_told in each for each in failures] == [True] * bool(
                     ranks_are_told
                 )
-    env = {
-        "TRINITY_SYNC_HOME": str(settings.home),
-        "TRINITY_SYNC_SPOOL": str(settings.spool),
-        "PREFECT_API_URL": "",
-    }
-    run = CliRunner(env=env).invoke
-    rows = json.loads(run(app, ["runs", str(job.root), "-o", "json"]).stdout)["saves"]
+    run = partial(invoke, env=settings.to_variables() | {"PREFECT_API_URL": ""})
+    rows = json.loads(run("runs", job.root, "-o", "json").stdout)["saves"]
     assert [row["status"] for row in rows if (row["run"], row["step"]) == (1, STEP)] == [status]
-    waits = run(app, ["wait", str(job.root), str(STEP), "--timeout", "0.5"])
+    waits = run("wait", job.root, STEP, "--timeout", "0.5")
     assert waits.exit_code == wait_exits_with
-    report = json.loads(run(app, ["report", str(job.root), "-o", "json"]).stdout)["report"]
+    report = json.loads(run("report", job.root, "-o", "json").stdout)["report"]
     told = ranks_are_told
     if exports:
         told = f"{COMMITTED} not exported: {told}"
@@ -174,9 +169,9 @@ def test_a_flow_run_tells_of_its_save_what_files_do_not_tell_better(
     with serving(
         lambda it, _: (200, of_save if it.path == "/api/flow_runs/filter" else "[]")
     ) as url:
-        run = CliRunner(env=env | {"PREFECT_API_URL": f"{url}/api"}).invoke
-        rows = json.loads(run(app, ["runs", str(job.root), "-o", "json"]).stdout)["saves"]
-        report = json.loads(run(app, ["report", str(job.root), "-o", "json"]).stdout)["report"]
+        run = partial(invoke, env=env | {"PREFECT_API_URL": f"{url}/api"})
+        rows = json.loads(run("runs", job.root, "-o", "json").stdout)["saves"]
+        report = json.loads(run("report", job.root, "-o", "json").stdout)["report"]
     rows = [row for row in rows if (row["run"], row["step"]) == (1, STEP)]
     assert [(row["status"], row["reason"]) for row in rows] == [(status, reason)]
     in_flight = [each["step"] for each in report["in_flight"]]

@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.conftest import environment
-from trinity_sync.cli.commands import app
+from tests.support.command import invoke
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.settings import CONFIG, Settings, StackSettings
 from trinity_sync.stack import daemon, embedded
@@ -32,15 +30,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
 def test_a_new_file_sets_nothing_and_names_every_default(tmp_path: Path) -> None:
     path = tmp_path / "new/trinity_sync.toml"
-    assert run("config", "init", path).exit_code == 0
+    assert invoke("config", "init", path).exit_code == 0
     text = path.read_text()
-    assert text == run("config", "init").output
+    assert text == invoke("config", "init").output
     changed = re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE)
     for content in (text, changed):
         path.write_text(content)
@@ -51,7 +45,7 @@ def test_a_new_file_sets_nothing_and_names_every_default(tmp_path: Path) -> None
 
 def _check(path: Path, text: str) -> str:
     path.write_text(text)
-    done = run("config", "show", "--config", path)
+    done = invoke("config", "show", "--config", path)
     assert done.exit_code != 0
     return str(done.output)
 
@@ -59,7 +53,7 @@ def _check(path: Path, text: str) -> str:
 def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "trinity_sync.toml"
     path.write_text("[server]\n")
-    assert "exists" in run("config", "init", path).output
+    assert "exists" in invoke("config", "init", path).output
     assert path.read_text() == "[server]\n"
 
 
@@ -67,7 +61,7 @@ def test_show_says_where_each_value_is_from_and_no_password(tmp_path: Path) -> N
     path = tmp_path / "trinity_sync.toml"
     path.write_text('[worker]\nnice = 5\n[catalog]\nurl = "postgresql://user:secret@host/db"\n')
     with environment({"TRINITY_SYNC_SLOTS": "3", "TRINITY_SYNC_STACK__SERVER__PORT": "5000"}):
-        shown = run("config", "show", "--config", path, "-o", "json")
+        shown = invoke("config", "show", "--config", path, "-o", "json")
         rows = json.loads(shown.stdout)["settings"]
     found = {row["name"]: (row["value"], row["source"], row["default"]) for row in rows}
     assert found["TRINITY_SYNC_SLOTS"] == ("3", "TRINITY_SYNC_SLOTS", "2")
@@ -82,7 +76,7 @@ def test_a_command_reads_the_file_that_its_option_names(tmp_path: Path) -> None:
     path.write_text("[server]\nprot = 1\n")
     for command in ("up", "deploy", "worker"):
         with environment({}):
-            done = run(command, "--config", path)
+            done = invoke(command, "--config", path)
         assert done.exit_code != 0
         assert "unknown key prot in [server]" in done.output
 
@@ -108,7 +102,7 @@ def test_a_running_stack_with_other_settings_is_said_and_what_applies_them(home:
             "worker.nice: 19, now 5",
             "catalog.url: postgresql://user:***@host/db, now postgresql://user:***@host/other",
         )
-        output = run("status").output
+        output = invoke("status").output
         check = next(check for check in run_checks(Settings()) if check.name == "settings")
     assert "worker.nice: 19, now 5" in output
     assert "trinity-sync restart" in output
@@ -123,11 +117,11 @@ def test_settings_are_compared_with_the_file_that_up_was_given(home: Path, tmp_p
     write_state(home, state)
     with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: ""}):
         assert embedded.find_changes(embedded.find(Settings()) or StackState()) == ()
-        assert "trinity-sync restart" not in run("status").output
+        assert "trinity-sync restart" not in invoke("status").output
         path.write_text("[worker]\nnice = 6\n")
         assert embedded.find_changes(state) == ("worker.nice: 5, now 6",)
         path.write_text("[worker]\nniec = 6\n")
-        refused = run("restart")
+        refused = invoke("restart")
         assert (refused.exit_code, "unknown key niec in [worker]" in refused.output) == (2, True)
         assert embedded.find(Settings()) == state
         assert not os.environ.get(CONFIG)

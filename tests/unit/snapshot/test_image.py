@@ -25,16 +25,19 @@ from torch.utils.serialization import config
 from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.forked import Program
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.image import ALIGNMENT, UndetachedStateDict, fill, lay_out
+from trinity_sync.snapshot.image import ALIGNMENT, Layout, UndetachedStateDict, fill, lay_out
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
 
-def image_of(state: Any) -> bytes:
-    layout, storages = lay_out(state)
+def filled(layout: Layout, storages: list[Any]) -> bytes:
     image = torch.full((layout.nbytes + 5,), 0xAB, dtype=torch.uint8)
     fill(image, layout, storages)
     return image[: layout.nbytes].numpy().tobytes()
+
+
+def image_of(state: Any) -> bytes:
+    return filled(*lay_out(state))
 
 
 def loaded(image: bytes, **how: Any) -> Any:
@@ -64,23 +67,16 @@ def records_in(content: bytes) -> dict[str, bytes]:
     return found
 
 
-def quantized(*shape: int) -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.randn(shape), 0.1, 3, torch.qint8)
-
-
-def quantized_by_channel(*shape: int) -> torch.Tensor:
-    scales, zeros = torch.rand(shape[0]) + 0.1, torch.zeros(shape[0], dtype=torch.int64)
-    return torch.quantize_per_channel(torch.randn(shape), scales, zeros, 0, torch.quint8)
-
-
 def nested(**how: Any) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(40000, 3)], **how)
 
 
 BASE = torch.arange(700.0).reshape(100, 7)
 SPECIAL: dict[str, Callable[[], Any]] = {
-    "quantized": lambda: quantized(500, 700),
-    "quantized by channel": lambda: quantized_by_channel(500, 700),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(500, 700), 0.1, 3, torch.qint8),
+    "quantized by channel": lambda: torch.quantize_per_channel(
+        torch.randn(500, 700), torch.rand(500) + 0.1, torch.zeros(500).long(), 0, torch.quint8
+    ),
     "quantized to 4 bits": lambda: torch.quantize_per_channel(
         torch.randn(5, 8), torch.rand(5), torch.zeros(5), 0, torch.quint4x2
     ),
@@ -272,11 +268,11 @@ def alike(value: float | int | str) -> st.SearchStrategy[Any]:
     return st.just(value) | (st.text(max_size=3) if value == str(value) else st.integers())
 
 
+MESH = make_mesh("cpu", 0, 1)
+
+
 def one_rank_dtensor(shard: torch.Tensor) -> DTensor:
     return make_dtensor(shard, MESH, shard.shape)
-
-
-MESH = make_mesh("cpu", 0, 1)
 
 
 def same_objects(items: list[Any]) -> list[int]:
@@ -292,10 +288,7 @@ def test_entries_that_become_one_object_or_two_are_laid_out_again(of: Any) -> No
     for first, second in ([one, other], [one, one]), ([one, one], [one, other]), two, three:
         known, _ = lay_out(first)
         assert lay_out(list(first), known)[0] is known
-        layout, storages = lay_out(second, known)
-        image = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        fill(image, layout, storages)
-        again = loaded(image.numpy().tobytes())
+        again = loaded(filled(*lay_out(second, known)))
         assert same_objects(again) == same_objects(second)
 
 
@@ -338,10 +331,9 @@ def test_a_float_that_changes_is_put_into_the_known_layout(rate: float) -> None:
     known, _ = lay_out(state(0.1))
     layout, storages = lay_out(state(rate), known)
     assert [*map(id, layout.extents[1:-1])] == [*map(id, known.extents[1:-1])]
-    image = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    fill(image, layout, storages)
-    assert without_identity(image.numpy().tobytes()) == without_identity(image_of(state(rate)))
-    again = loaded(image.numpy().tobytes())["param_groups"]
+    image = filled(layout, storages)
+    assert without_identity(image) == without_identity(image_of(state(rate)))
+    again = loaded(image)["param_groups"]
     assert [group["lr"].hex() for group in again] == [(0.1).hex(), rate.hex()]
     assert lay_out(state(rate), layout)[0] is layout
 
@@ -408,15 +400,14 @@ def test_parameters_as_they_are_give_the_file_of_detached_tensors() -> None:
     module.tied = module[0].weight
     live = partial(module.state_dict, keep_vars=True)
     known, _ = lay_out(UndetachedStateDict(live()))
-    image = torch.zeros(known.nbytes, dtype=torch.uint8)
     module[0].weight.note = "an attribute is not part of a state"  # type: ignore[attr-defined]
     with torch.no_grad():
         module[0].weight.add_(1)
     layout, storages = lay_out(UndetachedStateDict(live()), known)
     assert layout is known
-    fill(image, layout, storages)
-    assert pickle_in(image.numpy().tobytes()) == pickle_in(saved(dict(module.state_dict())))
-    assert_equal(loaded(image.numpy().tobytes()), dict(module.state_dict()))
+    image = filled(layout, storages)
+    assert pickle_in(image) == pickle_in(saved(dict(module.state_dict())))
+    assert_equal(loaded(image), dict(module.state_dict()))
     module[0].weight.data = torch.ones(4, 2)
     assert lay_out(UndetachedStateDict(live()), known)[0] is not known
 
@@ -431,13 +422,6 @@ def test_tensor_data_starts_at_page_boundaries_and_the_callers_setting_is_left_a
 class Refuses:
     def __reduce__(self) -> Any:
         raise RuntimeError("not now")
-
-
-def deep() -> Any:
-    state: Any = 0
-    for _ in range(100_000):
-        state = [state]
-    return state
 
 
 def resized(nbytes: int) -> torch.Tensor:
@@ -479,8 +463,11 @@ def test_a_storage_that_was_freed_since_the_last_save_is_found() -> None:
 
 
 def test_a_state_that_is_too_deep_is_an_error_that_says_so() -> None:
+    deep: Any = 0
+    for _ in range(100_000):
+        deep = [deep]
     with pytest.raises(ImageError, match="RecursionError"):
-        lay_out({"x": deep()})
+        lay_out({"x": deep})
 
 
 def test_what_interrupts_the_program_is_no_failure_of_a_state() -> None:

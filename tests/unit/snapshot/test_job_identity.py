@@ -286,7 +286,7 @@ def test_images_that_a_node_has_of_both_jobs_are_told_apart_by_its_worker(
     images = [image for job in jobs for image in job.spool.tickets()[0]]
     assert [image.failed for image in images] == [False, False]
     for job in jobs:
-        job.stager().close()
+        job.close()
 
 
 def test_processes_that_open_a_root_at_once_agree_on_its_identity(root: Path) -> None:

@@ -14,12 +14,7 @@ from tests.unit.snapshot.test_image import SPECIAL, records_in, saved
 from trinity_sync.client.savers import StateSaver
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.identity import Origin
-from trinity_sync.snapshot.mutation_guard import (
-    SMALL,
-    compare_rows,
-    has_samples,
-    sample_storages,
-)
+from trinity_sync.snapshot.mutation_guard import SMALL, compare_rows, has_samples, sample_storages
 from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.stager import Staged, StagePlan, Stager
 from trinity_sync.tensors.memcpy import view_bytes

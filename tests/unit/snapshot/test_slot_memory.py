@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import resource
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.disk import no_file_above
 from tests.support.forked import Program
 from tests.support.job import Job, mapped_nbytes
 from tests.support.waiting import WAIT_S, until
@@ -148,18 +148,13 @@ def test_a_save_waits_rather_than_leave_less_than_a_second_slot_below_a_limit(
 
 def test_a_save_whose_memory_cannot_be_reserved_keeps_no_slot_from_the_next(job: Job) -> None:
     job.stagers[0] = Stager(job.spool, slots=1, slot_wait_s=0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (NBYTES // 2, limits[1]))
-    try:
-        with pytest.raises(SpoolError, match="File too large"):
-            job.stage(1, STATE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with no_file_above(NBYTES // 2), pytest.raises(SpoolError, match="File too large"):
+        job.stage(1, STATE)
     assert job.stage(1, STATE).images
 
 
 def test_memory_that_others_take_meanwhile_is_not_reserved_in_part(
-    job: Job, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take() -> bool:
         if path.stat().st_blocks:
@@ -258,10 +253,8 @@ FORKING = """
 import gc, os, sys
 from pathlib import Path
 from tests.support.job import Job
-from trinity_sync.snapshot.spool import open_job_spool
 
-root, spool = map(Path, sys.argv[1:])
-job = Job(root, open_job_spool(spool, root))
+job = Job.open(*map(Path, sys.argv[1:]))
 job.stager().memory.map_slots(lambda: [])
 with job.stager().memory._wake._cond:  # as while the thread begins to wait
     if not (child := os.fork()):
@@ -284,12 +277,11 @@ from pathlib import Path
 import torch
 from tests.support.job import Job
 from trinity_sync.fs.file_system import find_shortage
-from trinity_sync.snapshot.spool import open_job_spool
 
 group, root, spool = map(Path, sys.argv[1:])
 logging.basicConfig(stream=sys.stdout)
 (group / "cgroup.procs").write_text(str(os.getpid()))
-job = Job(root, open_job_spool(spool, root))
+job = Job.open(root, spool)
 state = {"model": {"w": torch.ones(16 << 20)}}
 origin = job.origin(1, role="reference")
 job.stager().stage(origin, state, seals=False)

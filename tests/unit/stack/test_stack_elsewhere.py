@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.conftest import environment
 from tests.support.answers import server
+from tests.support.command import invoke
 from tests.support.job import Job
 from tests.support.savers import await_that, end_savers
-from trinity_sync.cli.commands import app
 from trinity_sync.cli.output import to_json
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.prefect_api import ask_server
@@ -118,7 +117,7 @@ def test_what_was_changed_in_the_ui_so_that_no_save_begins_is_named(
     with server({path: (200, json.dumps(body)) for path, body in answers.items()}) as url:
         named = {"PREFECT_API_URL": url, "TRINITY_SYNC_STACK__WORKER__POOL": "mine"}
         with environment(named | {"TRINITY_SYNC_HOME": str(tmp_path)}):
-            done = CliRunner().invoke(app, ["status"])
+            done = invoke("status")
     assert (done.exit_code, told in done.output) == (3, True)
 
 

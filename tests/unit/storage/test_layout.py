@@ -85,7 +85,7 @@ def test_what_is_no_folder_is_no_step_and_a_manifest_that_is_no_file_hides_no_ot
     "name", ["line\nfeed", "carriage\rreturn", "crlf\r\n", "a" * 250, "…" * 80]
 )
 def test_a_root_of_any_name_saves_and_is_known(
-    tmp_path: Path, spool_folder: Path, name: str
+    tmp_path: Path, spool_folder: Path, name: str, settings: Settings
 ) -> None:
     root = tmp_path / name
     refuse_url(root)
@@ -94,7 +94,6 @@ def test_a_root_of_any_name_saves_and_is_known(
     assert find_newest(root).step == 4
     assert job.spool.read_root() == root
     assert get_job_spool(job.spool.folder, job.save(4)) == job.spool
-    settings = Settings(home=tmp_path / "home")
     register_root(settings.home, root)
     assert list_known_roots(settings) == [root]
 

@@ -167,9 +167,7 @@ def test_a_start_waits_for_the_first_one_to_end_and_says_for_which_process(
     assert numbers(job) == [(1, 0), (2, 30)]
 
 
-def test_a_forked_child_does_not_keep_the_run_of_a_killed_training_alive(
-    job: Job, start: Start
-) -> None:
+def test_a_forked_child_does_not_keep_the_run_of_a_killed_training_alive(start: Start) -> None:
     first, second = start("first"), start("second")
     assert first.save(30) == "done"
     assert first.do("import os, signal; children.append(os.fork() or signal.pause())") == "done"

@@ -482,13 +482,12 @@ def test_another_user_names_no_folder_that_a_step_is_linked_into(job: Job, tmp_p
 
 
 @pytest.fixture
-def shared() -> Iterator[Path]:
+def shared(no_umask: None) -> Iterator[Path]:
     """A folder of a group: not below pytest's own, which is closed to others at each start."""
-    umask = os.umask(0o002)
+    os.umask(0o002)
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o2775)
         yield Path(name)
-    os.umask(umask)
 
 
 def test_users_of_a_group_train_in_one_root_in_turn(shared: Path) -> None:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.support.command import invoke
 from tests.support.disk import flip_a_byte
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
-from trinity_sync.cli.commands import app
 from trinity_sync.errors import CommitError, ConfigError, SupersededError
 from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import MANIFEST, step_folder
@@ -307,7 +306,7 @@ def test_a_step_with_a_torn_manifest_is_corrupted_whichever_steps_are_read(
         (url, 1, "1"),
         (url, 1, "--limit", "9"),
     ):
-        done = CliRunner().invoke(app, ["verify", str(root), *how, "--output", "json"])
+        done = invoke("verify", root, *how, "--output", "json")
         rows = {row["step"]: row for row in json.loads(done.stdout)["steps"]}
         assert (done.exit_code, rows[step]["status"]) == (3, "corrupted"), (how, done.output)
         assert "manifest" in rows[step]["reason"]

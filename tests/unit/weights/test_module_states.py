@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    AdaLoraConfig,
-    LoraConfig,
-    TrainableTokensConfig,
-    VeraConfig,
-    get_peft_model,
-)
+from peft import AdaLoraConfig, LoraConfig, TrainableTokensConfig, VeraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from transformers import AutoConfig, AutoModelForCausalLM

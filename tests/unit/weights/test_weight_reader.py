@@ -282,9 +282,7 @@ def test_a_reader_never_has_parts_of_two_runs(
     assert have == [record.digest for record in manifest.files]
 
 
-def test_an_open_version_outlasts_retention(
-    job: Job, versions: VersionFile, reader: WeightReader
-) -> None:
+def test_an_open_version_outlasts_retention(job: Job, reader: WeightReader) -> None:
     def prune() -> list[int]:
         made = plan_prune(job.root, Rules(parse_policy("last=1"), parse_policy("last=1")), 0)
         return [each.step for each in prune_root(job.root, made).removed]
@@ -342,7 +340,7 @@ def test_a_committed_version_is_read_and_its_digests_are_compared_if_asked(
 
 
 def test_what_is_read_instead_of_a_lost_runs_version_has_the_name_of_its_own_run(
-    job: Job, versions: VersionFile, reader: WeightReader
+    job: Job, reader: WeightReader
 ) -> None:
     open_run(job.root, "first", 0)
     job.commit_states(1, {"model": weights(1)})

@@ -21,8 +21,6 @@ from tests.support.without_ray import follower
 from tests.unit.conftest import Open
 from trinity_sync.errors import ConfigError, SaveFailedError, StackError, WeightSyncError
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.identity import open_identity
-from trinity_sync.snapshot.spool import open_job_spool
 from trinity_sync.snapshot.ticket import write_version_tag
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.committed import CommitNotification
@@ -34,11 +32,6 @@ from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.versions import Version, VersionRegistry
 
 State = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def settings(spool_folder: Path) -> Settings:
-    return Settings(spool=spool_folder)
 
 
 @pytest.fixture
@@ -229,10 +222,9 @@ def test_a_loop_that_does_not_await_ends_with_the_line_to_write(
 def begin_again(job: Job, settings: Settings) -> Job:
     """The job of a training that begins with the same run key where another one was."""
     shutil.rmtree(job.root)
-    job.root.mkdir()
-    open_identity(job.root)
+    again = Job.open(job.root, settings.spool)
     open_run(job.root, "first", 0)
-    return Job(job.root, open_job_spool(settings.spool, job.root))
+    return again
 
 
 @pytest.mark.parametrize("source", ["memory", "checkpoint"])
@@ -303,7 +295,7 @@ def test_a_reader_may_start_before_the_job(tmp_path: Path, settings: Settings) -
         waits = asyncio.create_task(registry.wait_newer(-1, 60))
         await asyncio.sleep(0)
         open_run(root, "first", 0)
-        upload(Job(root, open_job_spool(settings.spool, root)), 1, weights(1))
+        upload(Job.open(root, settings.spool), 1, weights(1))
         return await waits
 
     assert found(asyncio.run(story())) == (1, 1, "memory")
