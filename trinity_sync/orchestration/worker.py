@@ -55,6 +55,7 @@ from trinity_sync.orchestration.prefect_compat import (
 )
 from trinity_sync.orchestration.recovery.flow_runs import (
     ACQUIRED_BY,
+    ATTEMPTS,
     describe_end,
     read_request,
     try_allow_eviction,
@@ -78,6 +79,11 @@ POLL_S = 5.0
 """Seconds between two polls, unless an event wakes the worker before."""
 TOUCH_S = 3600.0
 """Seconds between two calls of `touch_files`."""
+
+
+def _is_of_server(error: object) -> bool:
+    """Return whether an error is one of Prefect's client, which no flow here raises itself."""
+    return isinstance(error, (httpx.HTTPError, ObjectNotFound))
 
 
 def _is_away(error: Exception) -> bool:
@@ -185,14 +191,22 @@ class TrinitySyncWorker(
     async def _run_until_cancelled(
         self, flow: Flow[..., Any], flow_run: FlowRun
     ) -> State[Any] | None:
-        """Run the flow and return its last state; None if it was cancelled or interrupted."""
+        """Run the flow and return its last state; None if it was cancelled or interrupted.
+
+        None also if it runs again, or the server will not hear of it.
+        """
         with anyio.CancelScope() as scope:
             self._running[flow_run.id] = scope
             if flow_run.id in self._cancelled:  # before it started
                 scope.cancel()
             try:
                 state: State[Any] = await run_flow(flow, flow_run=flow_run, return_type="state")
-                return state
+                error = await state.aresult(raise_on_failure=False) if state.is_failed() else None
+                if not _is_of_server(error):
+                    return state
+                # the flow has ended, and its engine fails it as the server has not taken the end
+                if flow_run.run_count + 1 < ATTEMPTS:
+                    await self._api.retry_flow_run(flow_run.id)  # finds what it has committed
             except (ParameterBindError, SignatureMismatchError) as error:  # a retry has them, too
                 failed: State[Any] = Failed(message=f"Wrong parameters: {error}")
                 await self._tell(flow_run, "left", str(failed.message))

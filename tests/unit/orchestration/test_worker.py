@@ -13,11 +13,12 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import anyio
+import httpx
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.exceptions import ParameterBindError
-from prefect.states import Failed
+from prefect.states import Failed, exception_to_failed_state
 
 from tests.conftest import environment
 from tests.support.answers import server
@@ -133,6 +134,42 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
     assert (told.is_left, why in told.message) == (True, True)
     ended = {"cannot import": ["Crashed"], "Wrong parameters: colour": ["Failed"]}
     assert [state.name for state in states] == ended.get(why, [])
+
+
+@pytest.mark.parametrize(("starts", "status"), [(0, 500), (2, 500), (0, 404)])
+def test_a_run_whose_end_the_server_has_not_taken_has_not_failed_and_runs_again(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, starts: int, status: int
+) -> None:
+    async def end(*_: object, **__: object) -> State[Any]:
+        async with httpx.AsyncClient() as client:
+            try:
+                (await client.post(f"{url}/broken")).raise_for_status()
+            except httpx.HTTPStatusError as error:  # as Prefect's engine does
+                return await exception_to_failed_state(error)
+        raise AssertionError
+
+    async def execute() -> None:
+        worker = Failing(work_pool_name="any")
+        worker.entrypoint, worker._api = "flows.save.save_step", PrefectApi(settings, url)
+        run_flow = partial(TrinitySyncWorker._run_until_cancelled, worker)
+        monkeypatch.setattr(worker, "_run_until_cancelled", run_flow)
+        await worker.execute_run(run)
+        await worker._api.close()
+
+    monkeypatch.setattr(worker_module, "run_flow", end)
+    given = {"request": job.request(1).model_dump(mode="json")}
+    how = {"flow_id": UUID(int=1), "deployment_id": UUID(int=2), "run_count": starts}
+    run = FlowRun(**how, parameters=given)
+    asked: list[tuple[str, str]] = []
+    again = f"/flow_runs/{run.id}/set_state"
+    answers = {"/broken": (status, "{}"), again: (201 if status == 500 else 404, "{}")}
+    with server(answers, asked=asked) as url:
+        asyncio.run(execute())
+    assert [path for path, _ in asked] == ["/broken", *[again] * (starts == 0)]
+    assert all("AwaitingRetry" in body for _, body in asked[1:])
+    told = read_entry(job.request(1))
+    assert told
+    assert not told.has_ended
 
 
 class Standing(TrinitySyncWorker):
