@@ -17,6 +17,14 @@ def copied(state: Any) -> Any:
     return state.detach().clone() if isinstance(state, torch.Tensor) else state
 
 
+def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal, also of NaN and of zeros with a sign."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    plain = [copied(each).resolve_conj().resolve_neg().contiguous() for each in (left, right)]
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in plain))
+
+
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
     """Where two states differ in any bit."""
     if isinstance(left, dict) and isinstance(right, dict):
@@ -29,6 +37,6 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
         pairs = enumerate(zip(left, right, strict=True))
         return [d for n, (a, b) in pairs for d in differences(a, b, f"{path}/{n}")]
     if isinstance(left, torch.Tensor):
-        return [] if left.dtype == right.dtype and torch.equal(left, right) else [path]
+        return [] if equal_bits(left, right) else [path]
     same = left == right
     return [] if (same if isinstance(same, bool) else same.all()) else [path]

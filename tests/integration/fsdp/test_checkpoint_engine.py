@@ -16,6 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.states import equal_bits
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightSyncError
 from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine, _Sender
 from trinity_sync.snapshot import stager
@@ -83,10 +84,7 @@ def connect(trainer: Engine, *rollouts: Engine) -> None:
 
 def same(left: Weights, right: Weights) -> bool:
     """Whether all bits are, and names and dtypes."""
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
-        for name in left
-    )
+    return left.keys() == right.keys() and all(equal_bits(left[name], right[name]) for name in left)
 
 
 def test_verl_makes_the_engine_by_its_name(root: Path) -> None:

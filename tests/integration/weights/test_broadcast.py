@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forked import forking
+from tests.support.states import equal_bits
 from trinity_sync import ConfigError, WeightSyncError
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.weights.broadcast import receive_into, receive_weights, send_weights
@@ -47,15 +48,6 @@ def weights() -> dict[str, torch.Tensor]:
         made[f"bias.{n}"] = torch.full((n % 3,), float(n))
     made["mask"] = torch.arange(100).reshape(4, 25) % 3 == 0
     return made
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (
-        left.dtype == right.dtype
-        and left.shape == right.shape
-        and left.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        == right.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    )
 
 
 Program = Callable[[WeightGroup], Any]
@@ -164,7 +156,7 @@ def test_every_tensor_comes_once_in_order_and_bit_equal(members: Any) -> None:
         for version, taken in zip((7, 8), reader.answer(), strict=True):
             assert taken[0] == version
             assert [name for name, _ in taken[1]] == list(sent)
-            assert all(same(tensor, sent[name]) for name, tensor in taken[1])
+            assert all(equal_bits(tensor, sent[name]) for name, tensor in taken[1])
 
 
 def _into_own(group: WeightGroup) -> Any:
@@ -179,8 +171,8 @@ def test_a_state_is_filled_and_tied_names_need_not_come(members: Any) -> None:
     send_weights(sent.items(), group, version=3, bucket_bytes=BUCKET)
     version, state = reader.answer()
     assert version == 3
-    assert all(same(state[name], sent[name]) for name in sent)
-    assert same(state["tied"], sent["matrix"])
+    assert all(equal_bits(state[name], sent[name]) for name in sent)
+    assert equal_bits(state["tied"], sent["matrix"])
 
 
 def _into_other(group: WeightGroup) -> Any:

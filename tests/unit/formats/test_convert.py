@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.disk import flip_a_byte
 from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.job import Job
+from tests.support.states import differences
 from trinity_sync import Checkpoints, WeightReader
 from trinity_sync.errors import CommitError, ConfigError, SaveError
 from trinity_sync.formats.dcp import to_dcp
@@ -61,11 +62,9 @@ def test_a_tensor_that_is_not_strided_is_named(job: Job, tmp_path: Path, form: s
     with pytest.raises(CommitError, match=r"/actor/model_.* \(adjacency is sparse"):
         SavedState([*folder.glob("actor/model*")])
     with WeightReader(root=job.root, name="evaluation") as reader:
-        assert differing_bits(dict(reader.iter_weights()), {"w": torch.eye(3)}) == []
+        assert differences(dict(reader.iter_weights()), {"w": torch.eye(3)}) == []
     assert (
-        differing_bits(
-            Checkpoints(job.root).load(STEP)["model"]["adjacency"].to_dense(), torch.eye(3)
-        )
+        differences(Checkpoints(job.root).load(STEP)["model"]["adjacency"].to_dense(), torch.eye(3))
         == []
     )
 
@@ -94,16 +93,16 @@ def test_conjugate_and_negative_views_have_the_same_values_everywhere(
     def require_loaded(load: Callable[[dict[str, torch.Tensor]], object]) -> None:
         found = {name: torch.zeros_like(value) for name, value in views.items()}
         load(found)
-        assert differing_bits(found, views) == []
+        assert differences(found, views) == []
         into = {name: torch.zeros_like(plain).conj() for name in ("plain", "conj")}
         into["neg"] = torch.zeros_like(plain).conj().imag
         load(into)
-        assert differing_bits(into, views) == []
+        assert differences(into, views) == []
 
     require_loaded(lambda to: dcp.load({"model": to}, checkpoint_id=tmp_path / "out", no_dist=True))
     require_loaded(lambda to: Checkpoints(job.root).load_into(STEP, to))
     with WeightReader(root=job.root, name="evaluation") as reader:
-        assert differing_bits(dict(reader.iter_weights()), views) == []
+        assert differences(dict(reader.iter_weights()), views) == []
         require_loaded(reader.load_into)
 
 
@@ -120,30 +119,16 @@ def test_what_was_converted_is_the_same_bit_for_bit(
     plain = {"model": dict(states["model"]), "optim": states["optim"]}
     loaded = torch.utils._pytree.tree_map(_emptied, plain)
     dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert differing_bits(loaded, states) == []
+    assert differences(loaded, states) == []
     done = to_dcp(job.root, STEP, tmp_path / "alone", components=["optim"])
     assert done.components == ("optim",)
     loaded = torch.utils._pytree.tree_map(_emptied, {"optim": states["optim"]})
     dcp.load(loaded, checkpoint_id=tmp_path / "alone", no_dist=True)
-    assert differing_bits(loaded["optim"], states["optim"]) == []
+    assert differences(loaded["optim"], states["optim"]) == []
 
 
 def _emptied(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-
-
-def differing_bits(left: Any, right: Any, path: str = "") -> list[str]:
-    if isinstance(left, dict):
-        if left.keys() != right.keys():
-            return [path]
-        return [d for key in left for d in differing_bits(left[key], right[key], f"{path}.{key}")]
-    if isinstance(left, list):
-        return differing_bits(dict(enumerate(left)), dict(enumerate(right)), path)
-    if isinstance(left, torch.Tensor):
-        plain = [t.resolve_conj().resolve_neg().contiguous() for t in (left, right)]
-        bits = [t.reshape(-1).view(torch.uint8) for t in plain]
-        return [] if left.dtype == right.dtype and torch.equal(*bits) else [path]
-    return [] if left == right else [path]
 
 
 def test_a_corrupted_step_is_not_converted_nor_one_into_a_folder_that_is_not_empty(
@@ -180,7 +165,7 @@ def test_a_list_has_the_shards_of_all_ranks(job: Job, tmp_path: Path) -> None:
     to_dcp(job.root, STEP, tmp_path / "out")
     found = {"GG": [torch.zeros(4, 3), [torch.zeros(4, 3), 0]], "betas": (0.0, 0.0)}
     dcp.load({"optim": {"state": {0: found}}}, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert differing_bits(found["GG"][:1] + found["GG"][1][:1], [whole, whole]) == []  # type: ignore[index,operator]
+    assert differences(found["GG"][:1] + found["GG"][1][:1], [whole, whole]) == []  # type: ignore[index,operator]
 
 
 @pytest.mark.parametrize("container", [list, tuple, None])

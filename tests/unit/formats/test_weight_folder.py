@@ -27,6 +27,7 @@ from tests.support.command import invoke
 from tests.support.disk import flip_a_byte, no_file_above
 from tests.support.dying import in_a_process
 from tests.support.powercut import Recording, after, cuts
+from tests.support.states import equal_bits
 from trinity_sync import FolderReader, WeightFolder
 from trinity_sync.errors import ConfigError, DeltaError, ExportError, WeightSyncError
 from trinity_sync.fs.locks import try_acquire_file_lock
@@ -106,13 +107,7 @@ def small(step: int) -> State:
 
 
 def same(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype
-        and torch.equal(
-            one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)
-        )
-        for name in one
-    )
+    return one.keys() == other.keys() and all(equal_bits(one[name], other[name]) for name in one)
 
 
 def publish(folder: WeightFolder, *steps: int) -> PublishedVersion:
