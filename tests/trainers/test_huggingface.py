@@ -798,7 +798,7 @@ def test_an_adapter_of_transformers_is_saved_alone_read_by_it_and_resumed_bit_eq
 _PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
 
 
-@pytest.mark.parametrize("how", ["add_adapter", "PeftModel", "P-tuning", "AdaLoRA"])
+@pytest.mark.parametrize("how", ["add_adapter", "PeftModel", "as SAM", "P-tuning", "AdaLoRA"])
 def test_what_of_an_adapted_model_would_be_lost_is_refused_by_name(
     callback: MakeCallback, how: str
 ) -> None:
@@ -811,8 +811,11 @@ def test_what_of_an_adapted_model_would_be_lost_is_refused_by_name(
     elif how == "AdaLoRA":
         model = get_peft_model(model, AdaLoraConfig(init_r=4, target_r=2, total_step=9, **lora))
     else:
+        if how == "as SAM":  # a module of that name, with the values of a tensor of the adapter
+            model.prompt_encoder = torch.nn.Linear(2, 48, bias=False)
+            torch.nn.init.zeros_(model.prompt_encoder.weight)
         model = get_peft_model(model, LoraConfig(**lora))
-    if how in ("add_adapter", "PeftModel"):
+    if how in ("add_adapter", "PeftModel", "as SAM"):
         model.get_parameter([*dict(model.named_parameters())][-1]).requires_grad_(True)
     with pytest.raises(ConfigError, match="AdaLoRA" if how == "AdaLoRA" else "trained .* beside"):
         hugging_face(callback(), model=model)

@@ -330,7 +330,7 @@ def _get_active(model: Any) -> str:
     return name
 
 
-def _find_unsaved(model: torch.nn.Module) -> str:
+def _find_unsaved(model: Any) -> str:
     """Return the name of a parameter that is trained beside the adapters of a model, or nothing.
 
     Of a prompt, PEFT saves what its encoder computes: a copy of the weights of one that only
@@ -341,7 +341,8 @@ def _find_unsaved(model: torch.nn.Module) -> str:
     states = [get_adapter_state(model, True, each) for each in list_adapters(model)]
     saved = [each for state in states for each in state.values()]
     places = {each.data_ptr() for each in saved}
-    copies = [each.cpu().double() for each in saved] if hasattr(model, "prompt_encoder") else []
+    has_prompt = any(each.is_prompt_learning for each in model.peft_config.values())
+    copies = [each.cpu().double() for each in saved if has_prompt]
     trained = [(n, p.detach()) for n, p in model.named_parameters() if p.requires_grad]
     for name, each in trained:
         is_copied = any(torch.equal(each.cpu().double(), copy) for copy in copies)
