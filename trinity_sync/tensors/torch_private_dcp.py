@@ -11,8 +11,6 @@ from trinity_sync.tensors.torch_private import find_attributes, look_up
 DCP_INDEX_CLASSES: Mapping[str, Collection[str]] = {
     "torch.distributed.checkpoint.metadata": ["_MEM_FORMAT_ENCODING"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    # in the indexes of PyTorch before 2.3
-    "torch.distributed._shard.sharded_tensor.metadata": ["TensorProperties", "MEM_FORMAT_ENCODING"],
     "torch.serialization": ["_get_layout"],
 }
 """Names that the index of a DCP checkpoint needs in its unpickler, by module."""

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -284,15 +283,8 @@ def test_a_corrupted_file_is_refused_before_anything_is_loaded(
     assert list_leases(saves.root) == []
 
 
-def test_an_index_of_pytorch_2_2_and_one_of_python_3_13_are_read(tmp_path: Path) -> None:
-    """Its properties of a tensor are of a class that DCP has replaced."""
-    weights = torch.rand(3, 4, dtype=torch.float64)
-    dcp.save({"w": weights}, checkpoint_id=tmp_path, no_dist=True)
-    index = pickle.loads((tmp_path / ".metadata").read_bytes())
-    index.state_dict_metadata["w"].properties = TensorProperties.create_from_tensor(weights)
-    found = parse_index(pickle.dumps(index), tmp_path / ".metadata").state_dict_metadata["w"]
-    assert isinstance(found.properties, TensorProperties)
-    assert found.properties.dtype == torch.float64
+def test_an_index_of_python_3_13_is_read(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path, no_dist=True)
     index = pickle.loads((tmp_path / ".metadata").read_bytes())
     content = pickle.dumps(index, protocol=2)  # which names classes in lines
     assert b"cpathlib" in content
