@@ -129,12 +129,13 @@ def running_stack(
         "TRINITY_SYNC_HOME": str(settings.home),
         "TRINITY_SYNC_SPOOL": str(settings.spool),
         "PREFECT_HOME": str(settings.home / "prefect"),
+        "TRINITY_SYNC_STACK__RAY__CPUS": str(num_cpus),
         **STACK_VARIABLES,
     }
     if not STACK:
         lay_tables(settings)
     with environment(own | (more or {})), stopped_if_killed(settings):
-        state = started(settings, num_cpus)
+        state = started(settings)
         os.environ.update(state.environment)
         refresh_prefect()
         try:
@@ -144,17 +145,16 @@ def running_stack(
     refresh_prefect()
 
 
-def started(settings: Settings, num_cpus: int) -> StackState:
+def started(settings: Settings) -> StackState:
     """The stack of this environment, or of the one that is named."""
     if not STACK:
         with pytest.MonkeyPatch.context() as patch:
             for name, proxy in DEAD_PROXY.items():
                 patch.setenv(name, proxy)
-            return embedded.up(settings, num_cpus=num_cpus)
+            return embedded.up(settings)
     env = build_environment(settings, StackSettings(), StackState())
     del env["PYTHONPATH"]  # with this environment's packages
-    command = [f"{STACK}/trinity-sync", "up", "--cpus", str(num_cpus)]
-    subprocess.run(command, env=env, check=True, capture_output=True)
+    subprocess.run([f"{STACK}/trinity-sync", "up"], env=env, check=True, capture_output=True)
     found = embedded.find(settings)
     assert found
     return found

@@ -64,7 +64,7 @@ def test_a_stack_whose_ray_ignores_the_token_does_not_run(tmp_path: Path) -> Non
     before = set(psutil.Process().children(recursive=True))
     refused = pytest.raises(StackError, match=r"without its token.*trinity-sync down")
     with environment(own), refused:
-        embedded.up(another, num_cpus=1)
+        embedded.up(another)
     assert not left_of(list(set(psutil.Process().children(recursive=True)) - before))
     assert embedded.find(another) is None
 

@@ -193,7 +193,7 @@ def test_down_leaves_no_process_and_no_file(
     config = tmp_path / "trinity_sync.toml"
     config.touch()
     done = run(
-        "restart", "--no-worker", "--cpus", 1, "--config", config, "-o", "json",
+        "restart", "--no-worker", "--config", config, "-o", "json",
         TRINITY_SYNC_HOME=str(another.home), PREFECT_API_URL="",
     )  # fmt: skip
     services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}
@@ -236,7 +236,7 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
 
         return until(look, "the stack")
 
-    with subprocess.Popen([*COMMAND, *arguments, "--cpus", "1"], env=env) as running:
+    with subprocess.Popen([*COMMAND, *arguments], env=env) as running:
         try:
             first = started(lambda state: True)
             os.kill(first.worker.pid, signal.SIGSTOP)

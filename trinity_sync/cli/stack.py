@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 
 
 Service = Literal["server", "ray", "worker", "saver"]
-Cpus = Annotated[
-    int | None, typer.Option(min=1, help="CPUs of the Ray node; by default all of the machine.")
-]
 WithWorker = Annotated[bool, typer.Option(help="Start the flow worker as well.")]
 Timeout = Annotated[float, typer.Option(min=1, help="Time-out in seconds of each service.")]
 
 
-@app.command("up", "up --cpus 4", "up --block", "up -o json", panel="Run the stack", stack=True)
+@app.command("up", "up --block", "up -o json", panel="Run the stack", stack=True)
 def up(
-    cpus: Cpus = None,
     worker: WithWorker = True,
     timeout: Timeout = 180.0,
     block: Annotated[
@@ -57,13 +53,13 @@ def up(
     if block:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _tell_progress():
-        state = embedded.up(settings, num_cpus=cpus, worker=worker, timeout_s=timeout)
+        state = embedded.up(settings, worker=worker, timeout_s=timeout)
     seconds = time.monotonic() - start
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
     if block:
         try:
-            embedded.keep_up(settings, state, num_cpus=cpus, worker=worker, timeout_s=timeout)
+            embedded.keep_up(settings, state, worker=worker, timeout_s=timeout)
         except KeyboardInterrupt:
             embedded.down(settings)
 
@@ -84,7 +80,6 @@ def _tell_progress() -> Iterator[None]:
 
 @app.command("restart", panel="Run the stack", stack=True)
 def restart(
-    cpus: Cpus = None,
     worker: WithWorker = True,
     timeout: Timeout = 180.0,
     config: ConfigFile = None,
@@ -102,7 +97,7 @@ def restart(
     with use_config_file(state.config if state else ""):
         StackSettings()  # an error in the file must not stop the stack
         embedded.down(read_settings())
-        up(cpus=cpus, worker=worker, timeout=timeout, output=output)
+        up(worker=worker, timeout=timeout, output=output)
 
 
 @app.command(
@@ -113,7 +108,6 @@ def join(
     invitation: Annotated[
         Path, typer.Argument(help="A copy of join.json from the home of the other machine's stack.")
     ],
-    cpus: Cpus = None,
     config: ConfigFile = None,
     output: Output = "table",
 ) -> None:
@@ -122,7 +116,7 @@ def join(
 
     settings = read_settings()
     with _tell_progress():
-        embedded.join(settings, invitation, num_cpus=cpus)
+        embedded.join(settings, invitation)
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
 

@@ -112,7 +112,6 @@ def up(
     settings: Settings,
     stack: StackSettings | None = None,
     *,
-    num_cpus: int | None = None,
     worker: bool = True,
     timeout_s: float = 180.0,
     joining: StackState | None = None,
@@ -124,9 +123,9 @@ def up(
     started again: at the same addresses, with the settings that it was started with. Saves in
     flight are then retried from their images.
 
-    ``stack`` are the settings of a new stack, by default those of the environment and the file;
-    ``num_cpus`` is used instead of its ``ray.cpus``. ``timeout_s`` is for each service, see
-    `daemon.await_ready`. ``joining`` is the stack of another machine that this machine joins.
+    ``stack`` are the settings of a new stack, by default those of the environment and the file.
+    ``timeout_s`` is for each service, see `daemon.await_ready`. ``joining`` is the stack of another
+    machine that this machine joins.
 
     Raises:
         StackError: A service did not start or accepts connections without credentials, or an
@@ -146,9 +145,6 @@ def up(
         _refuse_any_host(stack.server.host)
         external = _find_external(settings, stack, joining or before)
         made_with: Any = {"settings": stack.model_dump(mode="json"), "config": config}
-        if num_cpus:
-            ray = stack.ray.model_copy(update={"cpus": num_cpus})
-            stack = stack.model_copy(update={"ray": ray})
         works = kept = now = before if _serves(before, external) else StackState()
         try:
             if kept.daemons:

@@ -38,7 +38,9 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setting
 def at(number: int) -> StackSettings:
     """Settings of the stack on one of the machines."""
     return StackSettings(
-        server={"host": f"127.0.0.{number}", "port": 0}, maintenance={"schedules": False}
+        server={"host": f"127.0.0.{number}", "port": 0},
+        ray={"cpus": 1},
+        maintenance={"schedules": False},
     )
 
 
@@ -47,7 +49,7 @@ def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
     settings, _ = machines
     lay_tables(settings)
     with environment({}):
-        state = embedded.up(settings, at(2), num_cpus=1)
+        state = embedded.up(settings, at(2))
     yield state
     processes = processes_of(embedded.find(settings) or state)
     with environment({}):
@@ -63,7 +65,7 @@ def joined(
     invitation = tmp_path_factory.mktemp("copied") / "join.json"
     shutil.copy(first.home / "join.json", invitation)
     with environment({}):
-        state = embedded.join(second, invitation, stack=at(3), num_cpus=1)
+        state = embedded.join(second, invitation, stack=at(3))
     yield state
     state = embedded.find(second) or state
     processes = processes_of(state)
@@ -170,10 +172,10 @@ def test_a_head_that_was_stopped_comes_back_where_the_joined_machine_looks_for_i
         assert embedded.down(first)
         with pytest.raises(StackError, match=r"join with its current join\.json"):
             embedded.up(second, at(3))
-        state = embedded.up(first, at(2), num_cpus=1)
+        state = embedded.up(first, at(2))
         assert (state.api_url, state.ray_address) == (head.api_url, head.ray_address)
         daemon.stop(joined.ray, 10)  # it ends by itself within a minute, as its head is another
-        embedded.up(second, at(3), num_cpus=1)
+        embedded.up(second, at(3))
         found = embedded.status(second, at(3))
     assert [part.state for part in found.services[:3]] == ["external", "running", "running"]
     assert found.workers_online

@@ -88,6 +88,7 @@ class World:
             "PREFECT_HOME": str(world.settings.home / "prefect"),
             "OMP_NUM_THREADS": "1",
             "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "2",
+            "TRINITY_SYNC_STACK__RAY__CPUS": "2",
             # next to other work on all cores, a server of the lowest priority never starts
             "TRINITY_SYNC_STACK__WORKER__NICE": "0",
             "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
@@ -203,7 +204,7 @@ class World:
         refresh_global_settings_context()
         if not self.stack.lives:
             with patch.dict(os.environ, self.trouble.environment):
-                self.stack = embedded.up(self.settings, num_cpus=2, timeout_s=WAIT_S)
+                self.stack = embedded.up(self.settings, timeout_s=WAIT_S)
 
     def start_training(self, *, into: list[subprocess.Popen[bytes]] | None = None) -> None:
         self.starts += 1
