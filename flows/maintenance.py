@@ -6,7 +6,6 @@ They show in the Prefect UI what they did.
 import logging
 import re
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ async def retention(
     keep: str = "",
     keep_weights: str = "",
     dry_run: bool = False,
-    now: datetime | None = None,
     keep_model: str = "",
 ) -> None:
     """Remove every step that no policy, pin, lease or latest pointer keeps.
@@ -70,8 +68,6 @@ async def retention(
         keep_weights: Policy for steps that hold weights only; empty for each job's own, which
             keeps the last 2 unless it is set.
         dry_run: Show what would be removed, and remove nothing.
-        now: Current time for the policies, to preview a later date with dry_run; empty for the
-            present.
         keep_model: Policy for checkpoints of which only the weights stay; empty for each job's own,
             which reduces none unless it is set.
 
@@ -79,7 +75,7 @@ async def retention(
         ConfigError: A policy is invalid, or a root could not be pruned; the others were.
     """
     given = {"keep": keep, "keep_model": keep_model, "keep_weights": keep_weights}
-    found = await run_here(root, on_node.prune, root, given, dry_run, now)
+    found = await run_here(root, on_node.prune, root, given, dry_run)
     for each, plan in found.items():
         if isinstance(plan, RemovalPlan):
             await _create_retention_artifact(each, plan, dry_run=dry_run)

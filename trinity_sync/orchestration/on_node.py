@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 def prune(
-    root: str | None, given: Mapping[str, str], dry_run: bool, now: datetime | None
+    root: str | None, given: Mapping[str, str], dry_run: bool
 ) -> dict[Path, RemovalPlan | str]:
     """Remove the steps that no policy keeps, root by root.
 
@@ -78,7 +78,7 @@ def prune(
     def prune_one(each: Path) -> RemovalPlan | str:
         try:
             rules = Rules.of_job(read_job_settings(each), **given)
-            plan = plan_prune(each, rules, now.timestamp() if now else None)
+            plan = plan_prune(each, rules)
             if dry_run:
                 return plan
             done = prune_root(each, plan, spool=settings.spool, recycle=stack.io.reuse_files)

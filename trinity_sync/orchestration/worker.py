@@ -81,11 +81,6 @@ TOUCH_S = 3600.0
 """Seconds between two calls of `touch_files`."""
 
 
-def _is_of_server(error: object) -> bool:
-    """Return whether an error is one of Prefect's client, which no flow here raises itself."""
-    return isinstance(error, (httpx.HTTPError, ObjectNotFound))
-
-
 def _is_away(error: Exception) -> bool:
     """Return whether an error means only that the server is away."""
     if isinstance(error, PrefectApiError):
@@ -202,9 +197,9 @@ class TrinitySyncWorker(
             try:
                 state: State[Any] = await run_flow(flow, flow_run=flow_run, return_type="state")
                 error = await state.aresult(raise_on_failure=False) if state.is_failed() else None
-                if not _is_of_server(error):
+                if not isinstance(error, (httpx.HTTPError, ObjectNotFound)):
                     return state
-                # the flow has ended, and its engine fails it as the server has not taken the end
+                # no flow raises one: it has ended, and the server has not taken the end
                 if flow_run.run_count + 1 < ATTEMPTS:
                     await self._api.retry_flow_run(flow_run.id)  # finds what it has committed
             except (ParameterBindError, SignatureMismatchError) as error:  # a retry has them, too

@@ -38,7 +38,7 @@ REPEATED = (
     "prefect.flow-run.Running",
     "prefect.flow-run.heartbeat",
 )
-"""Prefixes of the names of events that are not stored."""
+"""Prefixes of the names of events that are not stored: the database holds what they say already."""
 MIN_VACUUM_PAUSE_S = 0.25
 """SQLite retries a lock every 0.1 s."""
 
@@ -55,14 +55,6 @@ def _collect() -> None:
         gc.collect(1 if number % FULL_EVERY else 2)
         if number == FULL_EVERY:
             gc.freeze()
-
-
-def is_event_stored(name: str) -> bool:
-    """Return whether events of a name say what the database does not hold already.
-
-    These are all but those of tasks, workers and artifacts, and flow runs that have not ended.
-    """
-    return not name.startswith(REPEATED)
 
 
 def pause_vacuum_between_batches() -> None:
@@ -85,5 +77,5 @@ if __name__ == "__main__":
     collect_garbage_in_thread()
     begin_transactions_as_writers()
     pause_vacuum_between_batches()
-    persist_events_if(is_event_stored)
+    persist_events_if(lambda name: not name.startswith(REPEATED))
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)
