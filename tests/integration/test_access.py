@@ -1,5 +1,8 @@
 """Server and Ray cluster refuse calls without credentials; otherwise no stack runs."""
 
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -10,7 +13,7 @@ from tests.integration.test_packaging import ray_of_another_environment
 from tests.support.database import lay_tables
 from trinity_sync import Settings, StackError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
-from trinity_sync.stack import embedded, services
+from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.doctor import run_checks
 from trinity_sync.stack.services import StackState
 
@@ -67,6 +70,29 @@ def test_a_stack_whose_ray_ignores_the_token_does_not_run(tmp_path: Path) -> Non
         embedded.up(another)
     assert not left_of(list(set(psutil.Process().children(recursive=True)) - before))
     assert embedded.find(another) is None
+
+
+def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(
+    tmp_path: Path,
+) -> None:
+    site = {
+        "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+        "PREFECT_SERVER_API_BASE_PATH": "/behind/a/proxy",
+    }
+    settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
+    lay_tables(settings)
+    with environment({**STACK_VARIABLES, **site}):
+        state = services.start_server(settings, StackSettings(), StackState())
+        assert state.server
+        try:
+            is_ready = partial(services.is_server_ready, state)
+            daemon.await_ready("the Prefect server", state.server, is_ready, 120)
+            env = services.build_environment(settings, StackSettings(), state)
+            subprocess.run(
+                [sys.executable, "-m", "trinity_sync.cli", "deploy"], env=env, check=True
+            )
+        finally:
+            daemon.stop(state.server, 20)
 
 
 @pytest.mark.slow

@@ -184,7 +184,9 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
     env = {**build_environment(settings, stack, state), **_prefect_home(settings)}
     if auth:
         env["PREFECT_SERVER_API_AUTH_STRING"] = auth
-    env.pop("PREFECT_PROFILE", None)  # a profile of the caller's PREFECT_HOME
+    # a profile of the caller's PREFECT_HOME, and the path of a server behind a proxy
+    for name in ("PREFECT_PROFILE", "PREFECT_SERVER_API_BASE_PATH"):
+        env.pop(name, None)
     daemon.make_private_folder(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
     return replace(state, server=server)
@@ -334,6 +336,8 @@ def build_environment(
     if state.server:
         env.update(_OWN_SERVER | _prefect_home(settings))
         env.pop("PREFECT_PROFILE", None)
+        if csrf := env.get("PREFECT_SERVER_CSRF_PROTECTION_ENABLED"):  # of the caller's servers
+            env["PREFECT_CLIENT_CSRF_SUPPORT_ENABLED"] = csrf
     if state.ray_folder:
         env["RAY_TMPDIR"] = state.ray_folder
     bypass_proxies(
