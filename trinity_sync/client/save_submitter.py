@@ -224,7 +224,7 @@ class SaveSubmitter:
         """
         run = self.run.get()
         tickets = [sealed.ticket for sealed in self.spool.read_step(run.number, step)]
-        mine = [ticket for ticket in tickets if ticket.kind == kind]
+        mine = [each for each in tickets if (each.kind, each.run_key) == (kind, run.key)]
         roles = mine[0].roles if mine else self.roles
         for role in roles:
             if read_placement(self.root, run.number, run.key, role) is None:  # save functions only

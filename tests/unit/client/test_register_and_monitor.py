@@ -300,6 +300,25 @@ def test_functions_are_committed_after_a_program_has_removed_the_spool(
     assert saves.latest_step() == 2
 
 
+def test_a_function_does_not_wait_for_states_of_a_lost_run_with_the_number_of_its_own(
+    coordinator_of: Open, job: Job
+) -> None:
+    open_run(job.root, "first", 0)
+    backup = shutil.copytree(job.root, job.root.with_name("backup"))
+    lost = coordinator_of(run_key="lost")
+    lost.save(4, {"model": {"w": torch.ones(3)}})
+    lost.close(timeout=0)
+    shutil.rmtree(job.root)
+    backup.rename(job.root)
+    saves = coordinator_of(run_key="second", trigger=CommitsHere())
+    saves.save_async("own", lambda: write_model(job.root, 4), 4)
+    (image,), _ = job.spool.read_step(2, 4)
+    assert image.ticket.run_key.startswith("lost")
+    asyncio.run(saves.register_and_monitor(4, checkpoint_thread_count=1))
+    saves.wait_all(20)
+    assert require_committed(job.root, 4).run == 2
+
+
 def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(
     coordinator_of: Open, job: Job
 ) -> None:
