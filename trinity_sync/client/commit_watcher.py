@@ -465,7 +465,8 @@ def _find_absent(
     """Return a sentence about the ranks of a node that have no part in the oldest save of one."""
     with suppress(OSError, TrinitySyncError, IndexError):
         request = saves[0].request
-        tickets = [each.ticket for each in spool.read_step(request.run, request.step)]
+        sealed = spool.read_step(request.run, request.step)
+        tickets = [each.ticket for each in sealed if request.save.is_of_step(each.ticket)]
         roles = {each.role for each in tickets if each.rank == rank}
         have = {each.rank for each in tickets if each.role in roles}
         if have and (absent := [each for each in node_ranks if each not in have]):

@@ -96,7 +96,8 @@ def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
             f"{kind} of step {step} (run {run}) has no image in {job.folder} any longer, so it "
             "cannot be saved again. Later saves are unaffected"
         )
-    request = _make_request([max(images, key=lambda each: each.ticket.attempt)])
+    # a run that was lost with a restored root may have had the number
+    request = _make_request([max(images, key=lambda each: each.ticket.monotonic_s)])
     told = read_entry(request)
     if told is None or told.has_failed:
         append(request, "pending", start=told.start + 1 if told else 1)

@@ -32,6 +32,7 @@ from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery import node
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
+from trinity_sync.pipeline.pending import retry_images
 from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import compare_late_images
@@ -96,6 +97,18 @@ def test_a_save_of_which_one_image_has_failed_is_not_asked_for(job: Job, failed:
         if image.ticket.component == failed:
             mark_image_failed(image, "the disk was full")
     assert find_orphaned_steps(job) == ([] if failed else [4])
+
+
+def test_a_retry_is_of_the_run_that_has_the_number_and_not_of_one_that_a_restored_root_has_lost(
+    job: Job,
+) -> None:
+    job.stage(1, {"model": {"w": torch.zeros(3)}}, run_key="lost", attempt=3)
+    job.stage(1, {"optim": {"w": torch.ones(3)}})
+    lost, own = sorted(job.spool.read_step(1, 1), key=lambda each: each.ticket.component)
+    for each in (lost, own):
+        mark_image_failed(each, "the disk is full")
+    retry_images(job.spool, 1, 1, "checkpoint")
+    assert (failure_path(lost.slot).exists(), failure_path(own.slot).exists()) == (True, False)
 
 
 def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
