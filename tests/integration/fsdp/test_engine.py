@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,8 @@ import torch
 from grpo_copy.policy import Policy
 from grpo_copy.task import ANSWER_LENGTH, Batch, compute_reward, draw_prompts
 from transformers import Qwen2ForCausalLM
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.merged import merged
@@ -60,9 +62,25 @@ def batch() -> Batch:
     return Batch(prompts, answers, log_probs, compute_reward(prompts, answers), groups, version=0)
 
 
+NOT_IN_0_8 = [
+    (BaseCheckpointManager, "is_lora_only_state_dict"),
+    (BaseCheckpointManager, "should_load_hf_model"),
+    (BaseCheckpointManager, "should_save_lora_only"),
+    (VerlManager, "_has_lora"),
+    (VerlManager, "_backfill_optimizer_state"),
+]
+"""What the managers of veRL 0.8, which Trinity-RFT needs, lack of those of 0.9.1."""
+
+
+@pytest.mark.parametrize("lacking", [[], NOT_IN_0_8], ids=["0.9", "0.8"])
 def test_verls_engine_saves_and_loads_through_the_manager(
-    policy: Policy, new_run: Callable[[], CheckpointCoordinator]
+    policy: Policy,
+    new_run: Callable[[], CheckpointCoordinator],
+    lacking: Sequence[tuple[type, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for owner, name in lacking:
+        monkeypatch.delattr(owner, name)
     coordinator = new_run()
     manager = use_trinity_sync(policy.engine, coordinator)
     coordinator._stager.memory.run(looks=False)

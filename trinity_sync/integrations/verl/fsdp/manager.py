@@ -194,7 +194,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         Optimizers of other libraries are left out: their states may be smaller than torch's.
         """
         sizes: dict[str, Any] = {"model": self.model}
-        if self.should_save_lora_only and self._has_lora():
+        if getattr(self, "should_save_lora_only", False) and self._has_lora():
             adapter = select_adapters(dict(self.model.named_parameters()))
             sizes["model"] = torch.nn.ParameterList(adapter.values())
         if self.should_save_optimizer and isinstance(self.optimizer, torch.optim.Optimizer):
@@ -211,8 +211,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                 ``save_lora_only`` would leave out weights that are trained.
         """
         state = get_model_state_to_stage(self.model)
-        alone = self.should_save_lora_only and self._has_lora()
-        selected = select_adapters(state) if alone else state
+        wanted = getattr(self, "should_save_lora_only", False)  # veRL 0.8 has no such setting
+        selected = select_adapters(state) if wanted and self._has_lora() else state
         if not self._is_placed:  # placements do not change, nor does what is trained
             require_placed(state)
             require_trained(self.model, selected, state)
