@@ -266,14 +266,10 @@ def _require_text(text: str) -> str:
     return text
 
 
-def _parse_root(text: str) -> Path:
-    return Path(_require_text(text))
-
-
 Root = Annotated[
     Path,
     typer.Argument(
-        parser=_parse_root,
+        parser=lambda text: Path(_require_text(text)),
         metavar="ROOT",
         autocompletion=complete_root,
         help="Root of the job, which holds the global_step_N folders.",

@@ -79,7 +79,8 @@ def test_a_server_offers_the_last_two_versions_also_after_the_folder_was_emptied
     assert len({*names}) == 6
 
     shutil.rmtree(folder.out)
-    assert [*offered] == [adapter.load(publish(folder, step)) for step in (21, 22, 23)][1:]
+    again = [adapter.load(publish(folder, step)) for step in (21, 22, 23)]
+    assert [*offered] == again[1:]
 
 
 def test_a_name_is_that_of_one_job_while_its_publisher_lives(

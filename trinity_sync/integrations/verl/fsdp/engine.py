@@ -12,7 +12,7 @@ from verl.utils.fsdp_utils import fsdp_version, load_fsdp_model_to_gpu, offload_
 from trinity_sync import SaveHandle, Staged
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.fsdp.manager import FSDPCheckpointManager
+from trinity_sync.integrations.verl.fsdp.manager import FSDPCheckpointManager, list_sizes
 from trinity_sync.integrations.verl.fsdp.state_dict import (
     collect_metadata,
     get_model_state_to_stage,
@@ -46,7 +46,7 @@ def use_trinity_sync(
         trust_remote_code=engine.model_config.trust_remote_code,
         coordinator=coordinator,
     )
-    manager.prewarm(coordinator.root, role)
+    coordinator.prewarm(list_sizes(manager), role=role)
     engine.checkpoint_manager = manager
     return manager
 

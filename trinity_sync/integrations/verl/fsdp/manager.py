@@ -188,19 +188,6 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         states = {"model": self.get_model_state()}
         return self._stage(coordinator, role, global_step, "state_dict", states)
 
-    def prewarm(self, root: Path, role: str) -> None:
-        """Touch the memory of a role's first save, as `CheckpointCoordinator.prewarm`; collective.
-
-        Optimizers of other libraries are left out: their states may be smaller than torch's.
-        """
-        sizes: dict[str, Any] = {"model": self.model}
-        if getattr(self, "should_save_lora_only", False) and self._has_lora():
-            adapter = select_adapters(dict(self.model.named_parameters()))
-            sizes["model"] = torch.nn.ParameterList(adapter.values())
-        if self.should_save_optimizer and isinstance(self.optimizer, torch.optim.Optimizer):
-            sizes["optim"] = self.optimizer
-        self._get_coordinator(root).prewarm(sizes, role=role)
-
     def get_model_state(self) -> dict[str, Any]:
         """Return this rank's shards to save: all weights, or those of the adapter.
 
@@ -466,3 +453,21 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
 
 class TrainerCheckpointManager(CommitsDriverFiles, FSDPCheckpointManager):  # type: ignore[misc]
     """Manager of veRL's FSDP engine, which commits the dataloaders' positions with each step."""
+
+    def prewarm(self, root: Path, role: str) -> None:
+        """Touch the memory of a role's first save beside the training; every rank calls it."""
+        self._get_coordinator(root).prewarm(list_sizes(self), role=role)
+
+
+def list_sizes(manager: FSDPCheckpointManager) -> dict[str, Any]:
+    """Return what a manager is to save, as `CheckpointCoordinator.prewarm` takes it.
+
+    Optimizers of other libraries are left out: their states may be smaller than torch's.
+    """
+    sizes: dict[str, Any] = {"model": manager.model}
+    if getattr(manager, "should_save_lora_only", False) and manager._has_lora():
+        adapter = select_adapters(dict(manager.model.named_parameters()))
+        sizes["model"] = torch.nn.ParameterList(adapter.values())
+    if manager.should_save_optimizer and isinstance(manager.optimizer, torch.optim.Optimizer):
+        sizes["optim"] = manager.optimizer
+    return sizes
