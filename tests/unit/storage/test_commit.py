@@ -322,6 +322,9 @@ def test_an_evicted_image_is_never_saved_as_another_step(job: Job) -> None:
     with pytest.raises(EvictedError, match="was evicted for a later step") as caught:
         _lock_content(job.save(1), sealed).__enter__()
     assert caught.value.__cause__ is None  # an I/O error would be repeated
+    sealed.slot.unlink()  # with its folder, as other programs do
+    with pytest.raises(ImageError, match="is missing in the spool"):
+        _lock_content(job.save(1), sealed).__enter__()
 
 
 def test_an_image_is_marked_as_failed_with_its_whole_reason_or_with_none_until_its_save_is_retried(
