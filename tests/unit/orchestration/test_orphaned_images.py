@@ -32,7 +32,7 @@ from trinity_sync.orchestration.on_node import persist_share
 from trinity_sync.orchestration.recovery import node
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
-from trinity_sync.pipeline.pending import retry_images
+from trinity_sync.pipeline.pending import find_pending_saves, retry_images
 from trinity_sync.pipeline.save import Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import compare_late_images
@@ -122,17 +122,28 @@ def test_a_commit_that_died_after_its_manifest_is_finished(job: Job) -> None:
     assert job.spool.tickets() == ([], [])
 
 
-def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job) -> None:
+@pytest.mark.parametrize("settle_s", [0.0, 1.0])
+def test_a_commit_that_has_just_been_made_frees_its_slots_itself(job: Job, settle_s: float) -> None:
     commit_and_die_after_the_manifest(job, 5)
-    manifest = read_manifest(job.root, 5)
+    due = read_manifest(job.root, 5).committed_at + 2.0 + settle_s
 
     def recover_at(moment: float) -> None:
-        assert find_orphaned_saves(job.spool.folder.parent, grace_s=2.0, clock=lambda: moment) == []
+        how = {"grace_s": 2.0, "settle_s": settle_s, "clock": lambda: moment}
+        assert find_orphaned_saves(job.spool.folder.parent, **how) == []
 
-    recover_at(manifest.committed_at + 1.9)
+    recover_at(due - 0.1)
     assert len(job.spool.tickets()[0]) == 1
-    recover_at(manifest.committed_at + 2.1)
+    recover_at(due + 0.1)
     assert job.spool.tickets() == ([], [])
+
+
+def test_a_save_has_waited_since_its_newest_image(job: Job) -> None:
+    for rank in (0, 1):
+        job.stage(5, {"model": {"w": torch.ones(10)}}, rank=rank)
+    newest = max(image.ticket.monotonic_s for image in job.spool.tickets()[0])
+    least = time.monotonic() - newest
+    (age_s,) = find_pending_saves(job.spool, grace_s=-1).values()
+    assert least <= age_s <= time.monotonic() - newest
 
 
 def test_an_image_that_is_not_part_of_a_commit_is_compared_with_it_once(job: Job) -> None:
