@@ -103,6 +103,19 @@ def test_memory_is_touched_for_the_adapter_alone(tuned: Tuned) -> None:
     assert adapter <= estimate_nbytes(list_sizes(tuned.manager)["model"]) < adapter + whole // 10
 
 
+class OfEightBits(torch.optim.AdamW):
+    """An optimizer of another library, whose states are smaller than torch's."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OfEightBits])
+def test_memory_is_touched_for_the_states_of_torchs_optimizers_alone(
+    tuned: Tuned, kind: type[torch.optim.Optimizer]
+) -> None:
+    tuned.manager.checkpoint_save_contents = ["model", "optimizer"]
+    tuned.manager.optimizer = kind([torch.nn.Parameter(torch.zeros(3))])
+    assert ("optim" in list_sizes(tuned.manager)) == (kind is torch.optim.AdamW)
+
+
 def test_a_version_of_the_adapter_is_loaded_into_another_one(tuned: Tuned, tmp_path: Path) -> None:
     coordinator = tuned.coordinator
     published, _ = coordinator.upload(STEP, tuned.manager.get_model_state)

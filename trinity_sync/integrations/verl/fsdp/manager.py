@@ -468,6 +468,7 @@ def list_sizes(manager: FSDPCheckpointManager) -> dict[str, Any]:
     if getattr(manager, "should_save_lora_only", False) and manager._has_lora():
         adapter = select_adapters(dict(manager.model.named_parameters()))
         sizes["model"] = torch.nn.ParameterList(adapter.values())
-    if manager.should_save_optimizer and isinstance(manager.optimizer, torch.optim.Optimizer):
-        sizes["optim"] = manager.optimizer
+    optimizer = manager.should_save_optimizer and manager.optimizer
+    if type(optimizer).__module__.startswith("torch.optim."):
+        sizes["optim"] = optimizer
     return sizes
