@@ -120,7 +120,7 @@ def test_maintenance_of_other_jobs_goes_on_if_a_root_hangs_in_the_middle_of_it(
 
     def maintain() -> None:
         if flow == "retention":
-            retention.prune(None, {"keep": "last=1"}, False, None)
+            retention.prune(None, {"keep": "last=1"}, False)
         else:
             (other.root / POINTER).unlink()
             recovery.reconcile(settings, roots, None)
