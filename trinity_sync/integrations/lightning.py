@@ -100,8 +100,6 @@ class TrinitySyncCallback(ModelCheckpoint):
         self._loaded: Path | None = None
         """Step of which Lightning has not filled the model yet."""
 
-    # ------------------------------------------------------------ hooks of Lightning
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace the methods of the trainer's strategy that save and load a checkpoint.
 
@@ -211,8 +209,6 @@ class TrinitySyncCallback(ModelCheckpoint):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without that of the fit, for `pickle` and `copy`."""
         return {**vars(self), "_strategy": None, "_saves": None, "_rng": None}
-
-    # ------------------------------------------------------------ private
 
     def _close(self) -> None:
         """Close what this fit has opened, so that the next one is a run of its own."""

@@ -121,8 +121,6 @@ class TrinitySyncWorker(
             self._trinity, self._infrastructure, self.is_active, self._cancel
         )
 
-    # ------------------------------------------------------------ running a flow
-
     async def run(
         self,
         flow_run: FlowRun,
@@ -329,8 +327,6 @@ class TrinitySyncWorker(
             self._cancelled.add(flow_run_id)
             if scope := self._running.get(flow_run_id):
                 scope.cancel()
-
-    # ------------------------------------------------------------ services
 
     async def start(self, *args: Any, **kwargs: Any) -> None:
         """Serve until the worker is stopped, as Prefect's worker does."""

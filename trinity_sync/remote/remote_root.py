@@ -161,8 +161,6 @@ class Remote:
                     "choose a folder outside of it, on another disk"
                 )
 
-    # ---------------------------------------------------------------- steps
-
     def list_steps(self) -> list[RemoteStep]:
         """Return all steps in the remote by number, committed or not.
 
@@ -243,8 +241,6 @@ class Remote:
             if self.folder:  # files are replaced next
                 sync_folder(Path(path).parent)
 
-    # ---------------------------------------------------------------- job and runs
-
     def read_identity(self) -> JobIdentity | None:
         """Return the identity of the job whose steps are here; None if no job has written any.
 
@@ -305,8 +301,6 @@ class Remote:
         except ValueError:
             return None
         return run if run.number == number else None
-
-    # ---------------------------------------------------------------- bytes
 
     def read_file(self, step: int, name: str) -> bytes | None:
         """Return the content of a small file below a step's folder; None if there is none."""
@@ -401,8 +395,6 @@ class Remote:
             except NotImplementedError:
                 return False
         return True
-
-    # ---------------------------------------------------------------- interrupted uploads
 
     def record_upload(self, step: int, record: FileRecord) -> None:
         """Record a complete file, so that an interrupted upload resumes after it."""

@@ -211,8 +211,6 @@ class PlannedFile(NoStorage):
             self._archives[form] = lay_out(like, alignment=ITEM_ALIGNMENT)[0]
         return self._archives[form], [storage] if tensor.nbytes else []
 
-    # ------------------------------------------------------------ storage writer
-
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keep this rank's plan."""
         self._local_plan = plan

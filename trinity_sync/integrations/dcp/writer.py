@@ -129,8 +129,6 @@ class StepWriter(NoStorage, AsyncStager):
         self._staged: SaveHandle | None = None
         self._metadata = Metadata({})
 
-    # ------------------------------------------------------------ stager
-
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy this rank's part of a state into shared memory, and submit the save.
 
@@ -165,8 +163,6 @@ class StepWriter(NoStorage, AsyncStager):
 
     def close(self) -> None:
         """Keep everything: slots belong to the coordinator."""
-
-    # ------------------------------------------------------------ storage writer
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Refuse another place than the step.
