@@ -66,7 +66,7 @@ IN_FLIGHT_S = 3600.0
 EXPORT_HOLDS_S = 86_400.0
 """Seconds after its commit for which a step is kept for a requested export: a model that cannot be
 exported must not fill the disk with its steps."""
-NOT_REPLICATED = "the required remote does not have it yet"
+NOT_REPLICATED = "the required remote is not known to have it"
 SAVING = "a save of it is in flight"
 LINKED = "its folder is a symbolic link; remove it by hand"
 

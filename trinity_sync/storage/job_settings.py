@@ -83,7 +83,7 @@ class JobSettings(Record):
 
     remote_required: bool = False
     """Whether a checkpoint counts only once the remote has it. Otherwise a flow run of its own
-    copies the checkpoint after the commit."""
+    copies the checkpoint after the commit. Without a URL in ``remote``: that is unknown."""
 
     remote_keep: str = "all"
     """Retention policy of checkpoints in the remote: as ``keep``, without metrics."""
@@ -112,9 +112,10 @@ class JobSettings(Record):
 NAMES = tuple(field.name for field in fields(JobSettings))
 """Names of all settings of a job."""
 
-_OUTSIDE = "remote", "remote_required", "remote_keep"
+_OUTSIDE = "remote", "remote_keep"
 """Settings that act outside of the root."""
-_KEEPS_ALL = {"keep": "all", "keep_weights": "all", "keep_quarantine": "all"}
+_KEEPS_ALL: dict[str, Any] = dict.fromkeys(("keep", "keep_weights", "keep_quarantine"), "all")
+_KEEPS_ALL["remote_required"] = True
 """Settings that count while the file is torn, so that nothing is removed."""
 
 
@@ -180,6 +181,8 @@ def write_job_settings(root: str | Path, changes: Mapping[str, Any]) -> JobSetti
 
 def _write(root: str | Path, changes: Mapping[str, Any]) -> JobSettings:
     before = read_set_job_settings(root)
+    if "remote" not in before:
+        before.pop("remote_required", None)
     after = {name: value for name, value in {**before, **changes}.items() if value is not None}
     if remote := after.get("remote"):  # in full, so that it is the same on every node
         after["remote"] = str(remote).rstrip("/").replace("{job}", job_id_of(Path(root).resolve()))
@@ -234,10 +237,12 @@ def is_replicated(root: str | Path, manifest: Manifest, url: str | None = None) 
 
 
 def needs_replication(root: str | Path, manifest: Manifest, url: str | None = None) -> bool:
-    """Return whether a remote, as in `is_replicated`, lacks a checkpoint not superseded."""
-    if is_replicated(root, manifest, url):
-        return False
-    return not is_superseded(root, manifest.run, manifest.step)
+    """Return whether a remote, or a required one that is unknown, lacks a step not superseded."""
+    if url is None and (job := read_job_settings(root)).remote_required and not job.remote:
+        lacks = manifest.serves("checkpoint")
+    else:
+        lacks = not is_replicated(root, manifest, url)
+    return lacks and not is_superseded(root, manifest.run, manifest.step)
 
 
 def _record_path(root: str | Path, step: int) -> Path:

@@ -97,11 +97,11 @@ def rewind(
     """
     base = Path(root)
     read_identity(base)  # which refuses a root of another release
-    if url := read_job_settings(base).required_remote:
+    if (job := read_job_settings(base)).remote_required:
         raise ConfigError(
-            f"cannot rewind {root}: it requires the remote {url}, where newer steps would be found "
-            f"again. Load step {step} in the training, coordinator.load({step}): its next commit "
-            "is then the newest."
+            f"cannot rewind {root}: it requires the remote {job.remote or '(unknown now)'}, where "
+            f"newer steps would be found again. Load step {step} in the training, "
+            f"coordinator.load({step}): its next commit is then the newest."
         )
     require_whole(base, target := require_committed(base, step))  # before any lock file is made
     with acquire_commit_lock(base) as changes, acquire_removal_lock(base) as removal:

@@ -120,7 +120,7 @@ def test_of_a_torn_file_nothing_is_removed_or_copied_and_the_settings_can_be_set
     tear(file_of(root))
     keeps_all = JobSettings(keep="all", keep_weights="all", keep_quarantine="all")
     for _ in range(2):
-        assert read_job_settings(root) == keeps_all
+        assert read_job_settings(root) == replace(keeps_all, remote_required=True)
     assert caplog.text.count("is torn or was edited") == 1
     set_job_settings(root, {"rank_timeout_s": 9.0})
     assert read_job_settings(root) == replace(keeps_all, rank_timeout_s=9.0)
@@ -145,8 +145,8 @@ def test_a_remote_counts_only_from_a_file_that_no_other_user_may_write(
 ) -> None:
     assert set_job_settings(root, REMOTE).required_remote
     given(file_of(root))
-    assert read_job_settings(root) == JobSettings(keep="last=3")
-    assert "ignoring remote and remote_required in" in caplog.text
+    assert read_job_settings(root) == JobSettings(keep="last=3", remote_required=True)
+    assert "ignoring remote in" in caplog.text
     with monkeypatch.context() as patch:
         patch.setenv(TRUSTED, str(root))
         assert read_job_settings(root).required_remote == REMOTE["remote"]

@@ -34,7 +34,11 @@ from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity, read_iden
 from trinity_sync.stack.doctor_job import check_root
 from trinity_sync.storage.commit import commit, free_committed_slots
 from trinity_sync.storage.discovery import find_newest
-from trinity_sync.storage.job_settings import is_replicated, read_job_settings
+from trinity_sync.storage.job_settings import (
+    is_replicated,
+    read_job_settings,
+    write_job_settings,
+)
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import find_newest_run, open_run, record_left_out
@@ -341,6 +345,28 @@ def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(mac
     made = plan_prune(saves.root, rules, time.time())
     assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
     assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda file: file.write_text("{"), lambda file: file.chmod(0o666)],
+    ids=["torn", "of-others"],
+)
+def test_while_the_required_remote_is_unknown_no_checkpoint_is_removed_and_none_rewound(
+    machine: Make, change: Callable[[Path], object]
+) -> None:
+    one = machine("one")
+    saves = one.start("first")
+    for step in (1, 2, 3):
+        one.commit(saves, step, sent=False)
+    change(saves.root / ".trinity_sync/job.json")
+    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
+    assert (prune(saves.root, made).removed, made.kept[0][1]) == ((), NOT_REPLICATED)
+    with pytest.raises(ConfigError, match=r"requires the remote \(unknown now\)"):
+        rewind(saves.root, 1)
+    write_job_settings(saves.root, {"keep": "last=1"})  # the settings are set again, without one
+    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
+    assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
 
 
 def test_a_step_that_a_later_run_has_committed_again_is_not_in_the_remote_yet(
