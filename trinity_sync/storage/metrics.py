@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError
+from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import read_uncached, remove_file, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import Count, Record, encode_record, read_record
@@ -162,7 +162,21 @@ def write_metrics(
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     """Return the metrics that a run recorded for a step; none if the file is missing or torn."""
-    return _read(_file(root, step)).get(run, {})
+    runs = _read(_file(root, step))
+    if not runs and (problem := find_metrics_problem(root, step)):
+        warn_once(problem)
+    return runs.get(run, {})
+
+
+def find_metrics_problem(root: str | Path, step: int) -> str:
+    """Return why the metrics of a step are unknown, and what to do; empty if they are not."""
+    path = _file(root, step)
+    if read_record(_Recorded, path, read_uncached) or not path.exists():
+        return ""
+    return (
+        f"{path} is torn or edited, so the metrics of step {step} are unknown. Record them again: "
+        f"trinity-sync metrics {root} {step} NAME=VALUE; or remove the file"
+    )
 
 
 def add_metrics(save: SaveId, metrics: Mapping[str, float]) -> None:

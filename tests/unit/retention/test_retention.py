@@ -47,7 +47,7 @@ from trinity_sync.storage.replace import quarantine_folder
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import CallableStatus, write_status
-from trinity_sync.storage.steps_in_use import pin
+from trinity_sync.storage.steps_in_use import pin, resolve_step
 
 HOUR, DAY = 3600, 86400
 SPARE_PATTERN = ".trinity_sync/spare/*"
@@ -682,6 +682,24 @@ def test_the_best_are_kept_and_those_that_wait_for_their_metric(
 ) -> None:
     steps = [info(step, metrics={"reward": value}) for step, value in REWARDS.items()]
     assert kept_by(policy, [info(5), *steps, info(50)]) == expected
+
+
+def test_a_step_whose_metrics_are_torn_may_be_the_best_and_is_kept(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(root, 10, 20, 30, 40)
+    for step, reward in ((10, 0.1), (20, 0.9), (30, 0.5), (40, 0.2)):
+        write_metrics(root, 1, step, {"reward": reward})
+    file = root / ".trinity_sync/metrics/20.json"
+    file.write_text(file.read_text().replace("0.9", "0.8"))  # by hand
+    done = prune(root, "best=1:reward:max")
+    assert numbers(done.removed) == [10]
+    why = {each.step: reason for each, reason in done.kept}
+    assert f"trinity-sync metrics {root} 20 NAME=VALUE" in why[20]
+    assert resolve_step(root, "best=reward:max") == 30
+    assert f"{file} is torn or edited" in caplog.text
+    write_metrics(root, 1, 20, {"reward": 0.8})  # as it says
+    assert numbers(prune(root, "best=1:reward:max").removed) == [30]
 
 
 def test_a_metric_that_no_step_has_is_a_sentence() -> None:
