@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trinity_sync.cli.app import (
+    DONE,
+    PROBLEM_FOUND,
     App,
     Root,
     Yes,
@@ -207,7 +209,7 @@ def reconcile(
     ] = 3600.0,
     output: Output = "table",
 ) -> None:
-    """Repair what a crash left, and report it. Safe to run again."""
+    """Repair what a crash left, and report it, with exit code 3 if a repair fails."""
     from trinity_sync.client.prefect_api import ask_server
     from trinity_sync.client.prefect_connection import knows_server
     from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves, reconcile
@@ -220,3 +222,4 @@ def reconcile(
         typer.echo(f"flow runs are not checked: {error}", err=True)
     found = reconcile(settings, [job], runs, grace_s=grace)
     print_rows("findings", found, output, "status what reason", empty="no problems found")
+    raise typer.Exit(PROBLEM_FOUND if any(each.state == "failed" for each in found) else DONE)

@@ -68,7 +68,7 @@ class Finding:
     where: str
     """The job's root, or its folder in the spool."""
     what: str
-    state: Literal["repaired", "left"]
+    state: Literal["repaired", "left", "failed"]
     why: str
     """What was done, or why nothing was done."""
 

@@ -521,6 +521,14 @@ def test_a_command_ends_though_a_server_is_silent_and_shows_no_password(
     assert "secret" not in done.output
 
 
+def test_a_repair_that_could_not_be_made_is_an_exit_code(root: Path, home: dict[str, str]) -> None:
+    assert run(home, "reconcile", root).exit_code == 0
+    (lock := root / ".trinity_sync/commit.lock").unlink(missing_ok=True)
+    lock.mkdir()  # not even root can open it
+    done = run(home, "reconcile", root)
+    assert (done.exit_code, "failed\trepair latest pointers" in done.stdout) == (3, True)
+
+
 def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_alone(
     root: Path, home: dict[str, str], tmp_path: Path
 ) -> None:

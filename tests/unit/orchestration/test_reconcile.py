@@ -285,7 +285,7 @@ def test_a_root_that_cannot_be_written_does_not_hold_up_the_others(
     save(job, 1)
     (job.root / "latest_checkpointed_iteration.txt").unlink()
     found = reconcile(settings, [other, job.root], None)
-    assert {finding.state for finding in found if finding.where == str(other)} == {"left"}
+    assert {finding.state for finding in found if finding.where == str(other)} == {"failed"}
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
@@ -304,7 +304,7 @@ def test_steps_that_the_catalog_missed_are_written_into_it_once_it_is_there(
     found = reconcile(settings, [job.root], None)
     assert [(each.what, each.state) for each in found] == [
         ("latest_checkpointed_iteration.txt", "repaired"),
-        ("catalog", "left"),
+        ("catalog", "failed"),
     ]
 
 

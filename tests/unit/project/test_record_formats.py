@@ -325,7 +325,7 @@ def test_a_sweep_names_a_step_of_another_release_once_and_repairs_nothing(
     assert not failure_path(slot_of(scene.job, 2)).exists()
     found = reconcile(scene.settings, [scene.job.root], None)
     pointers = [each for each in found if "pointers" in each.what]
-    assert [each.state for each in pointers] == ["left"]
+    assert [each.state for each in pointers] == ["failed"]
     assert re.search(upgrade(change), pointers[0].why)
     after = content(scene.job.root)
     assert {name: after[name] for name in before} == before

@@ -91,7 +91,7 @@ def _repair_files(
         try:
             yield from remove_dead_spool(job, before=time.time() - grace_s)
         except OSError as error:
-            yield Finding(str(job.folder), "memory", "left", str(error))
+            yield Finding(str(job.folder), "memory", "failed", str(error))
 
 
 def _repair_root(
@@ -111,7 +111,7 @@ def _repair_root(
         try:
             yield from repair(root)
         except (OSError, TrinitySyncError) as error:
-            yield Finding(str(root), repair.__name__.replace("_", " "), "left", str(error))
+            yield Finding(str(root), repair.__name__.replace("_", " "), "failed", str(error))
     yield from _repair_catalog(settings, root)
     try:
         if busy is not None:
@@ -121,7 +121,7 @@ def _repair_root(
         yield from remove_temporaries(root, images=images, busy=busy, before=before)
         yield from remove_attached(root, waiting=waiting, before=before)
     except (OSError, TrinitySyncError) as error:
-        yield Finding(str(root), "temporary files", "left", str(error))
+        yield Finding(str(root), "temporary files", "failed", str(error))
 
 
 def _list_missing_exports(root: Path, busy: set[int]) -> Iterator[Finding]:
@@ -149,7 +149,7 @@ def _repair_catalog(settings: Settings, root: Path) -> Iterator[Finding]:
             rebuild(engine, root)
             yield Finding(str(root), "catalog", "repaired", "it differed from the files")
     except (OSError, TrinitySyncError) as error:
-        yield Finding(str(root), "catalog", "left", str(error))
+        yield Finding(str(root), "catalog", "failed", str(error))
 
 
 def find_busy_steps(runs: Iterable[FlowRun]) -> dict[Path, set[int]]:
