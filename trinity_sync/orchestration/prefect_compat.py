@@ -135,12 +135,6 @@ def _update_unless_not_retried(update: Callable[..., Any]) -> Callable[..., Any]
 
 # The worker
 
-
-def _find_attributes(function: Callable[..., Any]) -> SimpleNamespace:
-    """Find the attributes that a function reads or sets, also those of instances."""
-    return SimpleNamespace(**dict.fromkeys(inspect.unwrap(function).__code__.co_names))
-
-
 for _name in (
     "_get_scheduled_flow_runs",
     "_release_limit_slot",
@@ -149,6 +143,7 @@ for _name in (
     "_documentation_url",
 ):
     look_up(f"prefect.workers.base.BaseWorker.{_name}")
+_names = inspect.unwrap(BaseWorker.__init__).__code__.co_names  # also of attributes that it sets
 for _name in (
     "_limiter",
     "_prefetch_seconds",
@@ -158,7 +153,7 @@ for _name in (
     "_work_pool",
     "_work_pool_name",
 ):
-    look_up(f"prefect.workers.base.BaseWorker.{_name}", _find_attributes(BaseWorker.__init__))
+    look_up(f"prefect.workers.base.BaseWorker.{_name}", SimpleNamespace(**dict.fromkeys(_names)))
 
 
 if TYPE_CHECKING:
