@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from runpy import run_path
@@ -527,6 +528,19 @@ def test_a_repair_that_could_not_be_made_is_an_exit_code(root: Path, home: dict[
     lock.mkdir()  # not even root can open it
     done = run(home, "reconcile", root)
     assert (done.exit_code, "failed\trepair latest pointers" in done.stdout) == (3, True)
+
+
+def test_a_full_disk_is_told_with_what_to_do(small_disk: Path, home: dict[str, str]) -> None:
+    commit_files(root := small_disk / "ckpts", 20)
+    assert run(home, "pin", root, 20).exit_code == 0
+    with suppress(OSError), (small_disk / "all").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    done = run(home, "metrics", root, 20, "reward=1")
+    assert (done.exit_code, "No space left on device" in done.stderr) == (2, True)
+    done = run(home, "jobs", "set", root, "keep=last=2")
+    assert (done.exit_code, "cannot write: No space left on device" in done.stderr) == (1, True)
+    assert "hint: run the command as a user who may write there, or free space" in done.stderr
 
 
 def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_alone(
