@@ -64,7 +64,7 @@ class RewindResult:
 
 
 def list_newer_steps(root: str | Path, step: int) -> list[int]:
-    """Return the steps that a rewind quarantines, in that order: the newest first.
+    """Return the steps that a rewind quarantines, the newest first.
 
     Raises:
         CommitError: the target is not committed, or corrupted.
@@ -114,7 +114,7 @@ def rewind(
         for kind in KINDS:
             repair_latest_pointer(base, kind, without=newer)
         folder = _make_folder(base, clock()) if newer else None
-        for other in newer:
+        for other in reversed(newer):  # killed in between, it leaves the newest where it was
             assert folder is not None  # there are newer steps
             for lock in (changes, removal):
                 lock.require_held()

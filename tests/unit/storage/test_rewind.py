@@ -199,8 +199,8 @@ rewind(root, 10)
         (0, 30, 30),  # before the run record
         (1, 30, 30),  # before the first iteration file
         (2, 30, 10),  # before the second one
-        (3, 30, 10),  # before step 30 is quarantined
-        (4, 20, 10),  # before step 20 is
+        (3, 30, 10),  # before step 20 is quarantined
+        (4, 30, 10),  # before step 30 is
     ],
 )
 def test_killed_at_any_instant_it_can_be_resumed_from_and_finished(
