@@ -451,19 +451,33 @@ def test_the_memory_of_a_first_save_is_touched_beside_the_first_steps(
     start: Start, policy: Policy, config: DictConfig
 ) -> None:
     trainer = start()
+    trainer.use_critic, trainer.critic_wg = True, trainer.actor_rollout_wg
     coordinator = policy.engine.checkpoint_manager._coordinator
-    slots = {name: coordinator.spool.slot("actor", name, 0, 0) for name in ("model", "optim")}
+    slots = [
+        (coordinator.spool.slot(role, name, 0, 0), times)  # Adam's two tensors a parameter
+        for role in ("actor", "critic")
+        for name, times in (("model", 1), ("optim", 2))
+    ]
     wrap_fit(lambda _: None)(trainer)  # a trainer that saves nothing
     coordinator._stager.memory.run(looks=False)
-    assert not any(slot.exists() for slot in slots.values())
+    assert not any(slot.exists() for slot, _ in slots)
     config.trainer.save_freq = 5
 
     def train(trainer: Any) -> None:
-        for name, times in (("model", 1), ("optim", 2)):  # Adam's two tensors a parameter
-            nbytes = times * sum(each.nbytes for each in policy.engine.module.parameters())
-            until(lambda slot=slots[name], want=nbytes: mapped_nbytes(slot) >= want, name)
+        whole = sum(each.nbytes for each in policy.engine.module.parameters())
+        for slot, times in slots:
+            until(lambda slot=slot, n=times: mapped_nbytes(slot) >= n * whole, slot.name)
 
     wrap_fit(train)(trainer)
+
+
+def test_a_training_goes_on_where_no_memory_can_be_touched(
+    start: Start, config: DictConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    config.trainer.update({"save_freq": 5, "default_local_dir": str(tmp_path / "of another job")})
+    assert wrap_fit(lambda _: "trained")(trainer) == "trained"
+    assert "Saves will be slow, or fail: this manager saves the job at" in caplog.text
 
 
 def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictConfig) -> None:
