@@ -4,9 +4,11 @@ The nodes are spools of this machine, each with a saver of its own. There are th
 for the first other node need not hold for the next.
 """
 
+import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -124,6 +126,29 @@ def test_the_record_of_each_node_is_awaited(ranks: list[CheckpointCoordinator], 
     late.save(1, {"model": {"w": torch.full((9,), 2.0)}})
     wait_all(ranks)
     require_saved(job.root, 1)
+
+
+@pytest.mark.parametrize("node", range(NODES))
+def test_a_save_function_of_any_node_is_awaited_and_part_of_the_commit(
+    ranks: list[CheckpointCoordinator], job: Job, node: int
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        go.wait(60)
+        (job.root / "global_step_1").mkdir(exist_ok=True)
+        (job.root / "global_step_1/notes.txt").write_text("of a function")
+
+    ranks[node].save_async("notes", write, 1)
+    assert begun.wait(60)
+    save(ranks, 1)
+    asyncio.run(ranks[0].register_and_monitor(1, checkpoint_thread_count=1))
+    go.set()
+    wait_all(ranks)
+    manifest = require_committed(job.root, 1)
+    assert [each.name for each in manifest.callables] == ["notes"]
+    assert manifest.find_file("notes.txt")
 
 
 def test_the_nodes_of_a_stack_that_is_away_do_so_as_well(
