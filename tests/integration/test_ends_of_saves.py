@@ -91,9 +91,9 @@ def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, 
     # it waits for the other rank
     until(lambda: "persist" in "".join(task.name for task in api.tasks_of(run)), "its tasks")
     set_state(api, root, Cancelling())
-    save(ranks[1])
-    assert_all_say(ranks, "Cancelled: Cancelled while running")
     until(lambda: api.ended(run.id).state.name == "Cancelled", "the cancelled run")
+    save(ranks[1])  # not before, or the save may be committed before it is cancelled
+    assert_all_say(ranks, "Cancelled: Cancelled while running")
     assert read_manifest(root, 2) is None
     images = ranks[0].spool.tickets
     until(lambda: all(each.failed for each in images()[0]), "their marks: they may be evicted")
