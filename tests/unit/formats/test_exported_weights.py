@@ -163,6 +163,7 @@ def publish(job: Job, folder: WeightFolder, step: int, state: Any) -> Path:
 QUICK = {"qwen2 tied", "gpt2", "qwen3_moe", "glm4_moe", "qwen2_5_vl"}
 QUICK_ADAPTERS = {"rsLoRA", "DoRA", "a trained head of a tied model", "trained tokens", "PiSSA"}
 QUICK_ADAPTERS |= {"ranks and alphas", "expert parameters", "embeddings trained in place"}
+QUICK_ALONE = {"a trained head", "biases", "a tensor that layers share"}
 
 
 def mark_slow(names: Iterable[str], quick: set[str]) -> list[Any]:
@@ -395,6 +396,8 @@ class Adapted:
     values: dict[str, Any]
     kind: str = "qwen2"
     trains_embeddings: bool = False
+    shares: bool = False
+    """Whether the layers have one tensor in common."""
 
     def make(self, base: Path) -> Any:
         """Make a model with the adapter, as it is after a training."""
@@ -404,6 +407,10 @@ class Adapted:
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **values))
         if self.trains_embeddings:
             adapted.get_input_embeddings().requires_grad_(True)
+        if self.shares:
+            first, *others = (m.lora_A for n, m in adapted.named_modules() if n.endswith("q_proj"))
+            for each in others:
+                each["default"].weight = first["default"].weight
         with torch.no_grad():
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
@@ -428,6 +435,7 @@ ADAPTERS = {
         {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}, "bias": "none"}
     ),
     "biases": Adapted({"bias": "lora_only"}),
+    "a tensor that layers share": Adapted({}, shares=True),
     "PiSSA": Adapted({"init_lora_weights": "pissa"}),
     "expert parameters": Adapted(
         {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}, "qwen3_moe"
@@ -469,7 +477,8 @@ def test_an_adapter_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize(
-    "name", mark_slow([n for n in ADAPTERS if n != "PiSSA"], {"a trained head", "biases"})
+    "name",
+    mark_slow([n for n in ADAPTERS if n != "PiSSA"], QUICK_ALONE),
 )
 @pytest.mark.parametrize("knows_base", [True, False])
 def test_the_tensors_of_an_adapter_alone_are_published_as_peft_reads_them(

@@ -15,7 +15,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from functools import cached_property
@@ -183,7 +183,7 @@ class _ViewNaming:
                     "peft.get_peft_model_state_dict(model), without the base model"
                 )
             names = {saved: name for name, saved in split.adapter.items()}
-            return ((names[name], tensor) for name, tensor in view.iter_tensors()), None
+            return ((names[name], tensor) for name, tensor in _iter_names(view)), None
         architecture = self._architecture
         rounded = view.rounded if isinstance(view, VersionView) else set[str]()
         for dtype in {metas[name][1] for name in rounded}:
@@ -213,18 +213,22 @@ class _ViewNaming:
 
 def _iter_model(view: View, naming: Naming) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what is written of a model, each group once all of its tensors are there."""
-    written = [
-        [name for name in names if name not in naming.dropped] for names, *_ in view.list_named()
-    ]
-    left = Counter(naming.find_group(name) for names in written for name in names)
+    named = [name for names, *_ in view.list_named() for name in names]
+    left = Counter(naming.find_group(name) for name in named if name not in naming.dropped)
     groups: dict[str, Tensors] = {}
-    for names, (_, tensor) in zip(written, view.iter_tensors(), strict=True):
-        for number, name in enumerate(names):  # tensors in a file do not share memory
-            group = naming.find_group(name)
-            groups.setdefault(group, {})[name] = tensor.clone() if number else tensor
-            left[group] -= 1
-            if not left[group]:
-                yield from naming.revert_fusion(groups.pop(group)).items()
+    for name, tensor in _iter_names(view, naming.dropped):
+        group = naming.find_group(name)
+        groups.setdefault(group, {})[name] = tensor
+        left[group] -= 1
+        if not left[group]:
+            yield from naming.revert_fusion(groups.pop(group)).items()
+
+
+def _iter_names(view: View, dropped: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors under all of their names but those that are dropped; none share memory."""
+    for (names, *_), (_, tensor) in zip(view.list_named(), view.iter_tensors(), strict=True):
+        for number, name in enumerate(name for name in names if name not in dropped):
+            yield name, tensor.clone() if number else tensor
 
 
 class WeightFolder:
