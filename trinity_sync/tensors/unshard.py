@@ -317,7 +317,7 @@ def copy_full_tensors(
                     f"{name} is {wanted} of shape {list(shape)}, to be loaded into "
                     f"{target.dtype} of {list(target.shape)}"
                 )
-            else:
+            elif target.nbytes:  # empty tensors all have one address
                 start = target.data_ptr()
                 filled[start] = max(target.nbytes, filled.get(start, 0))
                 place = target.device, start, target.shape, target.stride()

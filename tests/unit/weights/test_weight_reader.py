@@ -388,6 +388,14 @@ def test_any_target_with_memory_is_loaded_into(publish: Publish, reader: WeightR
         assert all(torch.equal(target[name], state[name]) for name in state)
 
 
+def test_empty_tensors_are_not_taken_for_tied_ones(publish: Publish, reader: WeightReader) -> None:
+    empty = {"indices": torch.empty(0, dtype=torch.int32), "bias": torch.empty(0)}
+    publish(1, {**weights(1), **empty})
+    target = {**weights(-1), **{name: tensor.clone() for name, tensor in empty.items()}}
+    assert reader.load_into(target) == 1
+    assert torch.equal(target["w"], weights(1)["w"])
+
+
 def test_code_in_an_image_is_not_executed(
     publish: Publish, reader: WeightReader, tmp_path: Path
 ) -> None:
