@@ -17,7 +17,13 @@ from typing import Any, Literal
 from trinity_sync.errors import ConfigError, WeightSyncError
 from trinity_sync.snapshot.identity import is_of_other_run, read_identity
 from trinity_sync.snapshot.ticket import VersionTag
-from trinity_sync.storage.runs import Run, find_shared_step, find_superseding_run, list_runs
+from trinity_sync.storage.runs import (
+    Run,
+    find_shared_step,
+    find_superseding_run,
+    is_run_gone,
+    list_runs,
+)
 
 Source = Literal["memory", "checkpoint", "nccl"]
 """Trinity's ``sync_method``: images in the trainer's spool, a committed step, or a broadcast."""
@@ -364,13 +370,14 @@ class RolloutGate:
             ConfigError: the root of the version is not seen here.
             CommitError, FormatError: a run file of the root is torn, or of another release.
         """
-        shared: int | None
+        shared: int | None = None
         if isinstance(made_by, Version):
             runs, identity = list_runs(made_by.root), read_identity(made_by.root)
             if not runs:
                 raise ConfigError(f"{made_by.root} has no runs here; the trainer has to see it")
-            shared = find_shared_step(runs, made_by.run, made_by.step)
-            shared = shared if made_by.identity in ("", identity) else None
+            is_here = made_by.identity in ("", identity)
+            if is_here and not is_run_gone(made_by.root, made_by.run, made_by.run_key):
+                shared = find_shared_step(runs, made_by.run, made_by.step)
         else:
             shared = made_by if resumed_at is None else min(made_by, resumed_at)
         return shared is not None and 0 <= trainer_step - shared <= self.max_lag

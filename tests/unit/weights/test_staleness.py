@@ -1,5 +1,7 @@
 """Which rollouts are too old."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,18 @@ def test_a_rollout_of_another_job_is_refused(root: Path) -> None:
     assert not gate.accepts(Version(5, 1, "memory", str(root), identity="other"), trainer_step=5)
     with pytest.raises(ConfigError, match="elsewhere has no runs"):
         gate.accepts(Version(5, 1, "memory", str(root / "elsewhere")), trainer_step=5)
+
+
+def test_a_rollout_of_a_run_that_a_restored_root_has_lost_is_refused(root: Path) -> None:
+    gate = RolloutGate(max_lag=9)
+    open_run(root, "first", 0)
+    backup = shutil.copytree(root, root.with_name("backup"))
+    lost = open_run(root, "lost", 40, 1)
+    rollout = Version(45, lost.number, "memory", str(root), run_key=lost.key)
+    assert gate.accepts(rollout, trainer_step=46)
+    shutil.rmtree(root)
+    backup.rename(root)
+    found = open_run(root, "restored", 40, 1)
+    assert found.number == lost.number
+    assert not gate.accepts(rollout, trainer_step=46)
+    assert gate.accepts(replace(rollout, run_key=found.key), trainer_step=46)
