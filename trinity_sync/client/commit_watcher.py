@@ -465,8 +465,7 @@ def _find_absent(
     """Return a sentence about the ranks of a node that have no part in the oldest save of one."""
     with suppress(OSError, TrinitySyncError, IndexError):
         request = saves[0].request
-        sealed = spool.read_step(request.run, request.step)
-        tickets = [each.ticket for each in sealed if request.save.is_of_step(each.ticket)]
+        tickets = [sealed.ticket for sealed in spool.read_step(request.save)]
         roles = {each.role for each in tickets if each.rank == rank}
         have = {each.rank for each in tickets if each.role in roles}
         if have and (absent := [each for each in node_ranks if each not in have]):

@@ -223,8 +223,8 @@ class SaveSubmitter:
             ConfigError: the save has failed, and its states were not submitted again.
         """
         run = self.run.get()
-        tickets = [sealed.ticket for sealed in self.spool.read_step(run.number, step)]
-        mine = [each for each in tickets if (each.kind, each.run_key) == (kind, run.key)]
+        of_step = self.spool.read_step(self._save_id(step, kind, self.roles))
+        mine = [sealed.ticket for sealed in of_step if sealed.ticket.kind == kind]
         roles = mine[0].roles if mine else self.roles
         for role in roles:
             if read_placement(self.root, run.number, run.key, role) is None:  # save functions only

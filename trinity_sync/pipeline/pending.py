@@ -90,7 +90,11 @@ def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
     Raises:
         SaveError: none of its images is in memory any longer.
     """
-    images = [each for each in job.read_step(run, step) if each.ticket.kind == kind]
+    images = [
+        each
+        for each in job.tickets()[0]
+        if (each.ticket.run, each.ticket.step, each.ticket.kind) == (run, step, kind)
+    ]
     if not images:
         raise SaveError(
             f"{kind} of step {step} (run {run}) has no image in {job.folder} any longer, so it "
@@ -101,9 +105,8 @@ def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
     told = read_entry(request)
     if told is None or told.has_failed:
         append(request, "pending", start=told.start + 1 if told else 1)
-    for each in images:
-        if request.save.owns(each.ticket):
-            failure_path(each.slot).unlink(missing_ok=True)
+    for each in job.read_save(request.save):
+        failure_path(each.slot).unlink(missing_ok=True)
 
 
 def _list_waiting(

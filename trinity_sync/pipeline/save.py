@@ -125,7 +125,7 @@ def _require_visible(save: SaveId, shards: NodeShards, spool: JobSpool) -> None:
         HiddenSpoolError: it does not.
         SaveError: the save was committed and removed before.
     """
-    if spool.has_run(save.run_key) or spool.read_step(save.run, save.step):
+    if spool.has_run(save.run_key) or spool.read_step(save):
         return
     if read_run_manifest(save.root, save.run, save.step) is None:
         refuse_removed(save)
@@ -215,7 +215,7 @@ def mark_images_failed(
     remove_uncommitted(save, [file for result in persisted for file in result.written])
     spool = get_job_spool(folder, save)
     end_images(spool, request, reason)
-    return sum(save.owns(each.ticket) for each in spool.read_step(save.run, save.step))
+    return len(spool.read_save(save))
 
 
 def export_requested_models(request: SaveRequest) -> None:

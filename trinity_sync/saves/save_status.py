@@ -180,7 +180,7 @@ class PendingSave:
         Images that are part of it are freed, also where the step has been removed since.
         """
         missing = self.images - (self.manifest.images if self.manifest else frozenset())
-        sealed = spool.read_step(self.request.run, self.request.step) if missing else []
+        sealed = spool.read_step(self.request.save) if missing else []
         return [each for each in sealed if each.ticket.image in missing]
 
     def _read_manifest(self) -> Manifest | None:
@@ -262,9 +262,8 @@ def compare_late_images(spool: JobSpool, request: SaveRequest) -> None:
     save = request.save
     try:
         remove_request(spool, save)
-        for sealed in spool.read_step(save.run, save.step):
-            if save.owns(sealed.ticket):
-                resolve_late_image(save, sealed)
+        for sealed in spool.read_save(save):
+            resolve_late_image(save, sealed)
     except (OSError, TrinitySyncError) as error:
         warn_once(f"cannot compare the images of {save} with its commit: {error}")
 
@@ -290,10 +289,10 @@ def mark_failed(spool: JobSpool, save: SaveId, reason: str, *, limit_s: float = 
 
     With a ``limit_s``, images that are marked, or held for so long by what persists them, stay.
     """
-    images = spool.read_step(save.run, save.step)  # first: it may be of another release
+    images = spool.read_save(save)  # first: it may be of another release
     remove_request(spool, save)
     for sealed in images:
-        if save.owns(sealed.ticket) and (limit_s == math.inf or not sealed.failed):
+        if limit_s == math.inf or not sealed.failed:
             try:
                 mark_image_failed(sealed, reason, limit_s=limit_s)
             except LockTimeoutError:

@@ -161,11 +161,10 @@ class SlotPool:
         ``images`` are the random names of those that stay.
         """
         slots = {slot.path: slot for slots in self.slots.values() for slot in slots}
-        for sealed in self._spool.read_step(origin.run, origin.step):
+        own = origin.kind, origin.role, origin.rank
+        for sealed in self._spool.read_step(origin):
             ticket = sealed.ticket
-            same = origin.is_of_step(ticket) and ticket.kind == origin.kind
-            same = same and (ticket.role, ticket.rank) == (origin.role, origin.rank)
-            if same and ticket.image not in images:
+            if (ticket.kind, ticket.role, ticket.rank) == own and ticket.image not in images:
                 logger.warning(
                     "%s is submitted again after its save failed; dropping its earlier image %s",
                     ticket.what,

@@ -227,9 +227,16 @@ class JobSpool:
                 good.append(SealedImage(slot, ticket))
         return good, bad
 
-    def read_step(self, run: int, step: int) -> list[SealedImage]:
-        """Return the sealed images of a step; raises as `tickets`."""
-        return [s for s in self.tickets()[0] if (s.ticket.run, s.ticket.step) == (run, step)]
+    def read_save(self, save: SaveId) -> list[SealedImage]:
+        """Return the sealed images of this attempt of a save; raises as `tickets`."""
+        return [each for each in self.tickets()[0] if save.owns(each.ticket)]
+
+    def read_step(self, save: SaveId) -> list[SealedImage]:
+        """Return the sealed images of all saves of a save's step, by its run; raises as `tickets`.
+
+        They are of both kinds, of all roles and all attempts.
+        """
+        return [each for each in self.tickets()[0] if save.is_of_step(each.ticket)]
 
     def find_cached_slots(self, role: str, component: str, digest: str) -> Iterator[Path]:
         """Yield free slots whose records say that they still hold the file of this digest."""

@@ -435,7 +435,7 @@ def free_committed_slots(spool: JobSpool, save: SaveId, written: Sequence[Writte
     """
     spool.note_commit(save)
     digests = {image: file.record.digest for file in written for image in file.record.images}
-    for sealed in spool.read_step(save.run, save.step):
+    for sealed in spool.read_step(save):
         if sealed.ticket.kind not in SERVES_AS[save.kind]:
             continue  # it belongs to the checkpoint, even if it shares the image of the sync
         if sealed.ticket.image in digests:

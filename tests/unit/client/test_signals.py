@@ -257,7 +257,7 @@ def test_wherever_a_handler_raises_a_save_is_submitted_completely_or_not_at_all(
         sent = was_sent()
         assert signal.getsignal(signal.SIGUSR1) is raising
         saves.wait_staged()
-        sealed = job.spool.read_step(1, step)
+        sealed = job.spool.read_step(job.save(step))
         assert sorted(each.ticket.component for each in sealed) in ([], ["model", "optim"])
         followed = [save.request.step for save in saves._watcher._pending.values()]
         assert followed.count(step) == bool(sealed)
@@ -332,7 +332,7 @@ def test_a_handler_that_raises_ends_no_emergency_save(
     states = {"model": {"w": torch.ones(3)}, "optim": {"odd": Signals()}}
     done = coordinator_of().emergency_save(4, states, deadline_s=0.5)
     assert done.submitted == ("model", "optim")
-    sealed = job.spool.read_step(1, 4)
+    sealed = job.spool.read_step(job.save(4))
     assert {each.ticket.component for each in sealed} == {"model", "optim"}
 
 

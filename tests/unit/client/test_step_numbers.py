@@ -43,7 +43,7 @@ def test_a_step_of_any_integral_type_is_that_number(
     saves.save_sync(lambda: None, step)
     saves.save(step, MODEL, keep=step)
     asyncio.run(saves.register_and_monitor(step, False, step - step, step))
-    sealed, *_ = job.spool.read_step(1, 4)
+    sealed, *_ = job.spool.read_step(job.save(4))
     assert (type(sealed.ticket.step), sealed.ticket.keep) == (int, 4)
     job.commit(4, "model", "attachments")
     assert read_manifest(job.root, 4).step == 4

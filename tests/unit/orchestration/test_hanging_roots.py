@@ -234,7 +234,7 @@ def test_a_cancelled_run_whose_task_hangs_with_its_image_holds_up_no_event_loop(
     monkeypatch.setattr(flow_runs, "MARK_S", 0.2)
     staged = job.stage(2, MODEL)
     request = job.request(2, components=("model",))
-    slot = job.spool.read_step(1, 2)[0].slot
+    slot = job.spool.read_step(job.save(2))[0].slot
 
     async def cancel() -> None:
         await asyncio.wait_for(

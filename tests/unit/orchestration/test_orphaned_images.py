@@ -104,7 +104,7 @@ def test_a_retry_is_of_the_run_that_has_the_number_and_not_of_one_that_a_restore
 ) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}}, run_key="lost", attempt=3)
     job.stage(1, {"optim": {"w": torch.ones(3)}})
-    lost, own = sorted(job.spool.read_step(1, 1), key=lambda each: each.ticket.component)
+    lost, own = sorted(job.spool.tickets()[0], key=lambda each: each.ticket.component)
     for each in (lost, own):
         mark_image_failed(each, "the disk is full")
     retry_images(job.spool, 1, 1, "checkpoint")

@@ -175,7 +175,7 @@ def test_no_image_of_a_save_is_evicted_for_its_second_submission(job: Job) -> No
     for value in (2.0, 3.0):
         state = {"w": torch.full((3,), value)}
         job.stage(2, {"model": state, "optim": state}, kind="state_dict")
-    found = [image.ticket for image in job.spool.read_step(1, 2)]
+    found = [image.ticket for image in job.spool.read_step(job.save(2))]
     submissions = [
         {ticket.monotonic_s for ticket in found if ticket.component == component}
         for component in ("model", "optim")
@@ -227,7 +227,7 @@ def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) 
         """
     )
     Program(script).end(-signal.SIGKILL)
-    first = job.spool.read_step(1, 1)[0]
+    first = job.spool.read_step(job.save(1))[0]
     os.utime(ticket_path(first.slot))  # as of a wall clock that was set back in between
     job.stage(3, {"model": {"w": torch.zeros(3)}})
     assert sorted(s.ticket.step for s in job.spool.tickets()[0]) == [2, 3]
@@ -237,7 +237,7 @@ def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) 
 def test_an_image_whose_ticket_tells_nothing_is_evicted(job: Job, how: str) -> None:
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.zeros(3)}})
-    image = job.spool.read_step(1, 2)[0]
+    image = job.spool.read_step(job.save(2))[0]
     if how == "torn":
         ticket_path(image.slot).write_text("{")
     else:
@@ -255,7 +255,7 @@ def test_an_image_that_another_trainer_has_just_sealed_is_not_evicted(job: Job) 
     now[0] += 60
 
     def clock() -> float:
-        if job.spool.read_step(1, 1):  # its age has been asked for
+        if job.spool.read_step(job.save(1)):  # its age has been asked for
             job.commit(1)
             job.stagers[0] = other
             job.stage(2, {"model": {"w": torch.ones(3)}})
@@ -416,7 +416,7 @@ def test_a_slot_that_its_commit_frees_does_not_count_as_evicted(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     def commit_meanwhile() -> float:
-        if job.spool.read_step(1, 1) and job.spool.read_step(1, 2):
+        if job.spool.read_step(job.save(1)) and job.spool.read_step(job.save(2)):
             job.commit(1)
         return time.monotonic()
 

@@ -348,7 +348,7 @@ STATE: Mapping[str, Any] = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch
 
 
 def tickets(job: Job, step: int) -> list[Ticket]:
-    return [sealed.ticket for sealed in job.spool.read_step(1, step)]
+    return [sealed.ticket for sealed in job.spool.read_step(job.save(step))]
 
 
 def test_every_ticket_of_a_submission_has_the_seconds_that_the_call_held_its_rank(job: Job) -> None:
