@@ -169,9 +169,14 @@ def test_a_trainer_is_told_before_it_trains_that_its_saves_may_not_fit(
     tmp_path: Path, spool_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saves = trainer_saves.TrainerSaves(tmp_path / "ckpts", **commit_here(tmp_path, spool_folder))
-    saves.prewarm(1 << 50, [])
+
+    class OfEightBits(torch.optim.AdamW):
+        """An optimizer of another library, whose states are smaller than torch's."""
+
+    saves.prewarm(1 << 50, [OfEightBits([torch.nn.Parameter(torch.zeros(3))])])
     saves.close()
-    assert "Saves will be slow, or fail: the images of this job need" in caplog.text
+    need = f"the images of this job need {2 << 50:,} bytes"  # in two slots
+    assert f"Saves will be slow, or fail: {need}" in caplog.text
     assert "--shm-size" in caplog.text
 
 

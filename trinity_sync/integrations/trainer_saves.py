@@ -37,7 +37,7 @@ from trinity_sync.adapter import (
 from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.saves.journal import PATIENCE_S
-from trinity_sync.snapshot.stager import ATTACHMENTS, estimate_nbytes
+from trinity_sync.snapshot.stager import ATTACHMENTS, estimate_nbytes, is_torch_optimizer
 from trinity_sync.storage.discovery import is_valid, require_whole
 from trinity_sync.storage.restore import load_shards
 from trinity_sync.storage.steps_in_use import BEST, find_pinned_best, list_best, pin_ahead, unpin
@@ -96,14 +96,13 @@ class TrainerSaves:
         """Touch the memory of the first save beside the training, unless this run has resumed.
 
         ``model`` is the module or the bytes of its weights. Optimizers of other libraries are left
-        out: their states may be smaller than torch's. Too little memory is a warning, since this is
-        an estimate.
+        out. Too little memory is a warning, since this is an estimate.
         """
         if self.has_begun or self._coordinator is None:
             return
         own = [getattr(each, "optimizer", each) for each in optimizers]  # Accelerate's wrap them
-        known = [each for each in own if type(each).__module__.startswith("torch.optim.")]
-        sizes = {"model": estimate_nbytes(model), "optim": sum(map(estimate_nbytes, known))}
+        optim = sum(map(estimate_nbytes, filter(is_torch_optimizer, own)))
+        sizes = {"model": estimate_nbytes(model), "optim": optim}
         try:
             self._coordinator.prewarm({"dcp": sum(sizes.values())} if self._saver else sizes)
         except TrinitySyncError as error:

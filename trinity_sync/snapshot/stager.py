@@ -429,6 +429,11 @@ def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
     return count * sum(get_shard(each).nbytes + ALIGNMENT for each in tensors)
 
 
+def is_torch_optimizer(optimizer: object) -> bool:
+    """Return whether it is torch's own; states of others may be smaller than `estimate_nbytes`."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _has(slot: Slot, layout: Layout, storages: Storages) -> bool:
     """Return whether the image in a locked slot is that of a state; on a GPU, by a sample."""
     if slot.laid_out is None or not slot.laid_out.equals(layout):

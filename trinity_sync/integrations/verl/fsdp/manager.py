@@ -42,6 +42,7 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
 from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.identity import Export
+from trinity_sync.snapshot.stager import is_torch_optimizer
 from trinity_sync.storage.restore import RestoredShard, load_shards
 from trinity_sync.tensors.dtensors import adopt_meshes
 from trinity_sync.weights.publisher import Publisher
@@ -462,13 +463,13 @@ class TrainerCheckpointManager(CommitsDriverFiles, FSDPCheckpointManager):  # ty
 def list_sizes(manager: FSDPCheckpointManager) -> dict[str, Any]:
     """Return what a manager is to save, as `CheckpointCoordinator.prewarm` takes it.
 
-    Optimizers of other libraries are left out: their states may be smaller than torch's.
+    Optimizers of other libraries are left out.
     """
     sizes: dict[str, Any] = {"model": manager.model}
     if getattr(manager, "should_save_lora_only", False) and manager._has_lora():
         adapter = select_adapters(dict(manager.model.named_parameters()))
         sizes["model"] = torch.nn.ParameterList(adapter.values())
     optimizer = manager.should_save_optimizer and manager.optimizer
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_torch_optimizer(optimizer):
         sizes["optim"] = optimizer
     return sizes
