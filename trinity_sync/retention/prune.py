@@ -51,7 +51,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.job_settings import needs_replication
 from trinity_sync.storage.manifest import Manifest, read_manifest, write_manifest
-from trinity_sync.storage.metrics import find_metrics_problem, read_metrics, remove_metrics
+from trinity_sync.storage.metrics import find_metrics, remove_metrics
 from trinity_sync.storage.replace import TIME_FORMAT, quarantine_folder
 from trinity_sync.storage.runs import find_newest_run, is_superseded
 from trinity_sync.storage.save_functions import read_statuses
@@ -166,11 +166,10 @@ class RootSteps:
 
     def _describe(self, manifest: Manifest) -> StepInfo:
         corruption = read_manifest_state(self.root, manifest, runs=()).reason
-        held, metrics = list[str](), read_metrics(self.root, manifest.run, manifest.step)
+        metrics, problem = find_metrics(self.root, manifest.run, manifest.step)
+        held = [problem] if problem else []  # it may be the best
         if not corruption and needs_replication(self.root, manifest):
             held.append(NOT_REPLICATED)
-        if not metrics and (problem := find_metrics_problem(self.root, manifest.step)):
-            held.append(problem)  # it may be the best
         if roles := list_pending_exports(self.root, manifest):
             held.append(f"the export of the model of {', '.join(roles)} is pending")
         if step_folder(self.root, manifest.step).is_symlink():

@@ -162,18 +162,20 @@ def write_metrics(
 
 def read_metrics(root: str | Path, run: int, step: int) -> dict[str, float]:
     """Return the metrics that a run recorded for a step; none if the file is missing or torn."""
-    runs = _read(_file(root, step))
-    if not runs and (problem := find_metrics_problem(root, step)):
+    metrics, problem = find_metrics(root, run, step)
+    if problem:
         warn_once(problem)
-    return runs.get(run, {})
+    return metrics
 
 
-def find_metrics_problem(root: str | Path, step: int) -> str:
-    """Return why the metrics of a step are unknown, and what to do; empty if they are not."""
+def find_metrics(root: str | Path, run: int, step: int) -> tuple[dict[str, float], str]:
+    """Return what `read_metrics` does, and why the metrics are unknown, if they are."""
     path = _file(root, step)
-    if read_record(_Recorded, path, read_uncached) or not path.exists():
-        return ""
-    return (
+    if recorded := read_record(_Recorded, path, read_uncached):
+        return recorded.runs.get(run, {}), ""
+    if not path.exists():
+        return {}, ""
+    return {}, (
         f"{path} is torn or edited, so the metrics of step {step} are unknown. Record them again: "
         f"trinity-sync metrics {root} {step} NAME=VALUE; or remove the file"
     )

@@ -696,6 +696,7 @@ def test_a_step_whose_metrics_are_torn_may_be_the_best_and_is_kept(
     assert numbers(done.removed) == [10]
     why = {each.step: reason for each, reason in done.kept}
     assert f"trinity-sync metrics {root} 20 NAME=VALUE" in why[20]
+    assert str(file) not in caplog.text  # told once
     assert resolve_step(root, "best=reward:max") == 30
     assert f"{file} is torn or edited" in caplog.text
     write_metrics(root, 1, 20, {"reward": 0.8})  # as it says
