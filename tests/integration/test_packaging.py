@@ -143,12 +143,14 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
         "import sys\n"
         "from trinity_sync import Settings\n"
         "from trinity_sync.stack import embedded\n"
-        # server and Ray are given, so it only deploys
-        "state = embedded.up(Settings(), worker=False)\n"
+        # server and Ray are given, so it only starts a worker, which deploys
+        "state = embedded.up(Settings())\n"
         "print(state.api_url, 'flows' in sys.modules, 'ray' in sys.modules)\n"
+        "embedded.down(Settings())\n"
     )
     home = str(project / "home")
     own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address}
+    own |= stack.ray_auth or {}
     assert run(project, installed / "python", script, **own) == f"{stack.api_url} False False"
 
 

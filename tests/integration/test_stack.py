@@ -193,7 +193,7 @@ def test_down_leaves_no_process_and_no_file(
     config = tmp_path / "trinity_sync.toml"
     config.touch()
     done = run(
-        "restart", "--no-worker", "--config", config, "-o", "json",
+        "restart", "--config", config, "-o", "json",
         TRINITY_SYNC_HOME=str(another.home), PREFECT_API_URL="",
     )  # fmt: skip
     services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}

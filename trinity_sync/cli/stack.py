@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 
 Service = Literal["server", "ray", "worker", "saver"]
-WithWorker = Annotated[bool, typer.Option(help="Start the flow worker as well.")]
 Timeout = Annotated[float, typer.Option(min=1, help="Time-out in seconds of each service.")]
 
 
 @app.command("up", "up --block", "up -o json", panel="Run the stack", stack=True)
 def up(
-    worker: WithWorker = True,
     timeout: Timeout = 180.0,
     block: Annotated[
         bool, typer.Option("--block", help="Stay, and start again what ends; stop all at SIGTERM.")
@@ -53,13 +51,13 @@ def up(
     if block:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _tell_progress():
-        state = embedded.up(settings, worker=worker, timeout_s=timeout)
+        state = embedded.up(settings, timeout_s=timeout)
     seconds = time.monotonic() - start
     report = embedded.status(settings)
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
     if block:
         try:
-            embedded.keep_up(settings, state, worker=worker, timeout_s=timeout)
+            embedded.keep_up(settings, state, timeout_s=timeout)
         except KeyboardInterrupt:
             embedded.down(settings)
 
@@ -80,7 +78,6 @@ def _tell_progress() -> Iterator[None]:
 
 @app.command("restart", panel="Run the stack", stack=True)
 def restart(
-    worker: WithWorker = True,
     timeout: Timeout = 180.0,
     config: ConfigFile = None,
     output: Output = "table",
@@ -97,7 +94,7 @@ def restart(
     with use_config_file(state.config if state else ""):
         StackSettings()  # an error in the file must not stop the stack
         embedded.down(read_settings())
-        up(worker=worker, timeout=timeout, output=output)
+        up(timeout=timeout, output=output)
 
 
 @app.command(

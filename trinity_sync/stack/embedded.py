@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.client.prefect_connection import hide_password
+from trinity_sync.client.prefect_connection import ANSWER_S, hide_password
 from trinity_sync.client.saver_control import CONNECT_S, LOG, answers, list_savers
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.orchestration.pipeline import find_missing_deployments
@@ -112,7 +112,6 @@ def up(
     settings: Settings,
     stack: StackSettings | None = None,
     *,
-    worker: bool = True,
     timeout_s: float = 180.0,
     joining: StackState | None = None,
 ) -> StackState:
@@ -149,7 +148,7 @@ def up(
         try:
             if kept.daemons:
                 has_ray = now.ray or now.joined or "ray_address" in external
-                if has_ray and (not worker or (now.worker and _works(now, "worker"))):
+                if has_ray and now.worker and _works(now, "worker"):
                     _deploy(settings, stack, now, timeout_s)
                     return now
                 if now.worker:
@@ -161,15 +160,12 @@ def up(
                 now = joining or (before if before.daemons else read_last_addresses(settings.home))
                 now = replace(now, server=None, ray=None, worker=None, ray_folder="", **made_with)
                 now = _start_server_and_ray(settings, stack, now, external, timeout_s)
-            if not worker:  # which deploys
-                _deploy(settings, stack, now, timeout_s)
             require_refusals(stack, replace(now, ray_auth=None))
             works = replace(now, ray=None, ray_folder="", worker=None)
             now, works = _await_ray(now, timeout_s), kept  # a Ray that admits all ends everything
             require_refusals(stack, now)
             works = replace(now, worker=None)
-            if worker:
-                now = _start_worker(settings, stack, now, timeout_s)
+            now = _start_worker(settings, stack, now, timeout_s)
             write_state(settings.home, now)
             write_invitation(settings, now)
         except BaseException as error:
@@ -454,18 +450,14 @@ def _await_ray(state: StackState, timeout_s: float) -> StackState:
 
 
 def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout_s: float) -> None:
-    """Apply the deployments once the server answers, unless the stack has them and works.
+    """Apply deployments that a stack that works lacks; otherwise its worker does at its start.
 
-    A worker that starts does it. Otherwise, a separate process: the caller may be a user's script
-    with other packages ``flows`` and ``tasks``, and must not import Ray before it has the token of
-    the stack's cluster.
+    It is done in a separate process: the caller may be a user's script with other packages
+    ``flows`` and ``tasks``, and must not import Ray before it has the token of the stack's cluster.
     """
-    if state.joined:
+    find = partial(find_missing_deployments, pool=stack.worker.pool)
+    if state.joined or not ask_server(settings, find, state.api_url):
         return
-    if state.worker and state.worker.lives:
-        find = partial(find_missing_deployments, pool=stack.worker.pool)
-        if not ask_server(settings, find, state.api_url):
-            return
     command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
     env = services.build_environment(settings, stack, state)
     try:
@@ -490,8 +482,12 @@ def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout
 def _start_worker(
     settings: Settings, stack: StackSettings, state: StackState, timeout_s: float
 ) -> StackState:
+    pool, answer_s = stack.worker.pool, min(timeout_s, ANSWER_S)
+
     def read_online() -> set[str]:
-        return ask_server(settings, lambda api: api.read_workers(stack.worker.pool), state.api_url)
+        return ask_server(
+            settings, lambda api: api.read_workers(pool), state.api_url, answer_s=answer_s
+        )
 
     before = read_online()
     now = _start(services.start_worker, settings, stack, state)

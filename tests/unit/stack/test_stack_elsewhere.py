@@ -131,9 +131,9 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
         settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
     with (
         environment(named),
-        pytest.raises(StackError, match=f"at http://{address}/api within 0.5 s"),
+        pytest.raises(StackError, match=f"at http://{address}/api does not answer within 0.5 s"),
     ):
-        embedded.up(settings, worker=False, timeout_s=0.5)
+        embedded.up(settings, timeout_s=0.5)
     assert embedded.find(settings) is None
 
 
