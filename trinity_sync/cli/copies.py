@@ -46,12 +46,7 @@ CREDENTIALS = (
 @remote.command(
     "remote push ckpts 40 s3://bucket/job", "remote push ckpts latest", note=CREDENTIALS,
 )  # fmt: skip
-def push(
-    root: Root,
-    step: Step,
-    url: Url = None,
-    output: Output = "table",
-) -> None:
+def push(root: Root, step: Step, url: Url = None, output: Output = "table") -> None:
     """Copy a committed step to a remote, its manifest last. Safe to run again."""
     from trinity_sync.remote.upload import replicate
 

@@ -166,10 +166,7 @@ def wait(
 
 
 def read_saves(
-    root: Path,
-    *,
-    step: int | None = None,
-    answer_s: float | None = None,
+    root: Path, *, step: int | None = None, answer_s: float | None = None
 ) -> tuple[list[SaveRow], PrefectApiError | None]:
     """Return the saves of a job, or of one of its steps, the newest first.
 
@@ -193,11 +190,7 @@ def read_saves(
 
 
 def _await_step(
-    root: Path,
-    step: int,
-    saves: "set[tuple[int, Kind]]",
-    deadline: float,
-    timeout_s: float,
+    root: Path, step: int, saves: "set[tuple[int, Kind]]", deadline: float, timeout_s: float
 ) -> None:
     """Wait until a step is committed and not superseded.
 

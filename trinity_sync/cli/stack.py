@@ -77,11 +77,7 @@ def _tell_progress() -> Iterator[None]:
 
 
 @app.command("restart", panel="Run the stack", stack=True)
-def restart(
-    timeout: Timeout = 180.0,
-    config: ConfigFile = None,
-    output: Output = "table",
-) -> None:
+def restart(timeout: Timeout = 180.0, config: ConfigFile = None, output: Output = "table") -> None:
     """Stop the services that up started, and start them again, with the settings of now.
 
     The file with the settings is that of up, unless another is named. Saves go on: images wait in

@@ -6,14 +6,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from trinity_sync.cli.app import (
-    Root,
-    RootOrUrl,
-    Step,
-    app,
-    require_existing,
-    resolve_step_argument,
-)
+from trinity_sync.cli.app import Root, RootOrUrl, Step, app, require_existing, resolve_step_argument
 from trinity_sync.cli.output import (
     Output,
     format_time,

@@ -26,20 +26,9 @@ from trinity_sync.errors import ConfigError, FormatError, ManifestError, RootErr
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.locks import open_lock_file
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, step_folder, steps_on_disk
-from trinity_sync.snapshot.identity import (
-    Parent,
-    explain_away,
-    job_id,
-    read_identity,
-    require_root,
-)
+from trinity_sync.snapshot.identity import Parent, explain_away, job_id, read_identity, require_root
 from trinity_sync.storage.discovery import find_newest, is_foreign, read_latest_pointer
-from trinity_sync.storage.manifest import (
-    Manifest,
-    read_manifest,
-    read_run_head,
-    read_run_number,
-)
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_head, read_run_number
 from trinity_sync.storage.metrics import find_run_of_step
 from trinity_sync.storage.replace import quarantine_folder
 from trinity_sync.storage.runs import (

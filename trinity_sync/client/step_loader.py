@@ -11,11 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trinity_sync.client.collective import (
-    broadcast_from_rank_0,
-    lease_on_rank_0,
-    run_on_all_ranks,
-)
+from trinity_sync.client.collective import broadcast_from_rank_0, lease_on_rank_0, run_on_all_ranks
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import KINDS, Kind, check_choice, step_folder

@@ -22,11 +22,7 @@ from trinity_sync.snapshot.identity import SaveId, explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
-from trinity_sync.storage.discovery import (
-    find_newest,
-    latest_pointer_covers,
-    read_latest_pointer,
-)
+from trinity_sync.storage.discovery import find_newest, latest_pointer_covers, read_latest_pointer
 from trinity_sync.storage.job_settings import is_replicated, read_job_settings
 from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded

@@ -35,13 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
-from trinity_sync.errors import (
-    FormatError,
-    SpoolError,
-    SpoolFullError,
-    TicketError,
-    warn_once,
-)
+from trinity_sync.errors import FormatError, SpoolError, SpoolFullError, TicketError, warn_once
 from trinity_sync.fs.atomic import FileSignature, list_paths, read_signature, replace_file
 from trinity_sync.fs.file_system import find_room, measure_ray_stores
 from trinity_sync.fs.locks import LockFile, has_no_other_users, open_lock_file

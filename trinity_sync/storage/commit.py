@@ -31,11 +31,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import make_folder, pin_folder, remove_tree
 from trinity_sync.fs.locks import LockFile, acquire_commit_lock
-from trinity_sync.layout import (
-    FOLDERS,
-    SERVES_AS,
-    attaching_folder,
-)
+from trinity_sync.layout import FOLDERS, SERVES_AS, attaching_folder
 from trinity_sync.snapshot.identity import SaveId, explain_away, require_root
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import free_slot, lock_slot, read_ticket

@@ -54,11 +54,7 @@ from trinity_sync.storage.discovery import (
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.replace import clear_replaced_step, fetching_folder, replacing_folder
-from trinity_sync.storage.uncommitted import (
-    exports_folder,
-    list_export_files,
-    remove_export_files,
-)
+from trinity_sync.storage.uncommitted import exports_folder, list_export_files, remove_export_files
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,7 @@ class VLLMUpdater:
             )
         self._timeout_s = timeout_s
         self._name = uuid.uuid4().hex
-        self._init_info = {
-            "root": str(root),
-            "role": role,
-            "verify": verify,
-            "compare": compare,
-        }
+        self._init_info = {"root": str(root), "role": role, "verify": verify, "compare": compare}
         self._reader = WeightReader(root=root, role=role, name=make_reader_name("updater"))
         self.version: Version | None = None
 

@@ -89,10 +89,7 @@ def measure_interval(saves: Sequence[LoggedSave]) -> float | None:
 
 
 def group_failures(
-    root: str,
-    failures: Sequence[Failure],
-    steps: Sequence[StepRow],
-    committed: Committed,
+    root: str, failures: Sequence[Failure], steps: Sequence[StepRow], committed: Committed
 ) -> tuple[FailureGroup, ...]:
     """Return the failures by cause, those with something to do first, then the newest first."""
     groups: dict[tuple[str, str], list[Failure]] = {}
@@ -129,11 +126,7 @@ def _describe(
 
 
 def _find_remedy(
-    root: str,
-    newest: Failure,
-    target: Failure | None,
-    is_open: bool,
-    not_exported: Sequence[str],
+    root: str, newest: Failure, target: Failure | None, is_open: bool, not_exported: Sequence[str]
 ) -> tuple[str, str]:
     """Return what to do about a group, and the command."""
     quoted, state = shlex.quote(root), newest.cause
