@@ -445,7 +445,7 @@ class Saver:
                 "dmesg): raise that, and save the step again"
             )
         why = over.message if over and over.is_left else ""
-        append(request, "pending", why, over=over)
+        append(request, "begun", why, over=over)
         try:
             with suppress(OSError):  # shared memory is full: the commit frees it
                 replace_file(begun, content + "\n", sync=False)

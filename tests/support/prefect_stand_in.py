@@ -218,7 +218,7 @@ class Server:
         if run.state != "completed":
             run.state = "running"
             run.starts += 1
-            run.tell("pending")
+            run.tell("begun")
         return attempt
 
     def kill(self, run: FlowRun, attempt: Iterator[str]) -> None:

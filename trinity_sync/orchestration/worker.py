@@ -145,7 +145,7 @@ class TrinitySyncWorker(
             await self.client.set_flow_run_state(flow_run.id, end, force=True)
             return
         try:
-            await self._tell(flow_run, "pending")
+            await self._tell(flow_run, "begun")
             state = await self._run_until_cancelled(flow, flow_run)
             cancelled = flow_run.id in self._cancelled or (state and state.is_cancelling())
             if cancelled and not (state and state.is_final()):

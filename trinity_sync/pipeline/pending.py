@@ -104,7 +104,7 @@ def retry_images(job: JobSpool, run: int, step: int, kind: Kind) -> None:
     request = _make_request([max(images, key=lambda each: each.ticket.monotonic_s)])
     told = read_entry(request)
     if told is None or told.has_failed:
-        append(request, "pending", start=told.start + 1 if told else 1)
+        append(request, "begun", start=told.start + 1 if told else 1)
     for each in job.read_save(request.save):
         failure_path(each.slot).unlink(missing_ok=True)
 

@@ -7,7 +7,7 @@ commands read it.
 ::
 
     root/.trinity_sync/outcomes/run3-1b4f0e98.5d41402a.jsonl
-        {"key": "...step40/checkpoint", ..., "start": 1, "state": "pending", ...}
+        {"key": "...step40/checkpoint", ..., "start": 1, "state": "begun", ...}
         {"key": "...step40/checkpoint", ..., "start": 1, "state": "failed", "message": "...", ...}
 
 Each process has a file of its own for each run of the job. A flow run that is retried counts its
@@ -50,12 +50,12 @@ _PAUSE_S = 2.0
 _REMEMBERED = 4096
 """Number of saves that a reader keeps; it forgets the completed ones first."""
 
-SaveState = Literal["pending", "left", "failed", "completed"]
+SaveState = Literal["begun", "left", "failed", "completed"]
 """Left: the stack cannot do the save, for a fault of its own, and leaves it to the saver."""
-_STATES: tuple[SaveState, ...] = "pending", "left", "failed", "completed"
+_STATES: tuple[SaveState, ...] = "begun", "left", "failed", "completed"
 
 STATES_OF_RUNS: dict[str, SaveState] = {
-    **dict.fromkeys(("RUNNING", "PENDING", "CANCELLING"), "pending"),
+    **dict.fromkeys(("RUNNING", "PENDING", "CANCELLING"), "begun"),
     **dict.fromkeys(("FAILED", "CRASHED", "CANCELLED"), "failed"),
     "COMPLETED": "completed",
 }

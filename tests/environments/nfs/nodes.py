@@ -188,7 +188,7 @@ def next_commit(root: Path, gate: Path) -> tuple[bool, Version | None]:
 def tell(root: Path, message: str) -> None:
     """Write into the journal that a save is in work, or why it failed."""
     request = SaveRequest(root=str(root), step=1, run=1)
-    append(request, "failed" if message else "pending", message)
+    append(request, "failed" if message else "begun", message)
 
 
 def time_behind(gate: Path) -> float:
@@ -315,7 +315,7 @@ def test_what_one_node_writes_into_the_journal_is_read_on_the_other(
     journal = Journal.of(request)
     journal.read()
     assert journal.find(request.key) is None
-    for message, state in (("", "pending"), ("the disk is full", "failed")):
+    for message, state in (("", "begun"), ("the disk is full", "failed")):
         other.call(tell, root, message)
         journal.read()
         entry = journal.find(request.key)

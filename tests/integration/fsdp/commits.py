@@ -48,7 +48,7 @@ class CommitsHere(SaveTrigger):
     def _work(self) -> None:
         with self._works, suppress(queue.Empty):  # another thread may have done this one's
             while request := self._requests.get_nowait():
-                append(request, "pending")
+                append(request, "begun")
                 try:
                     self._save_step(request)
                     append(request, "completed")

@@ -156,7 +156,7 @@ PAGE = "http://127.0.0.1:9/runs/flow-run/00000000-0000-0000-0000-000000000007"
 @pytest.fixture
 def journal(saves: Job) -> Job:
     """Saves whose images are no longer in memory, and one that is in work."""
-    append(saves.request(30), "pending")
+    append(saves.request(30), "begun")
     for step, url in ((40, ""), (50, PAGE), (60, "")):
         append(saves.request(step), "failed", f"{step} does not fit", url=url)
     commit_files(saves.root, 60)  # meanwhile

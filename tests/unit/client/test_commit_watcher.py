@@ -312,7 +312,7 @@ def test_a_wait_ends_whose_save_was_begun_by_a_worker_that_is_dead(job: Job, wha
     for step in (1, 2):
         job.stage(step, {"model": {"w": torch.zeros(3)}})
     request = job.request(1, components=("model",))
-    append(request, "pending", start=1)
+    append(request, "begun", start=1)
     settings = Settings(spool=job.spool.folder.parent, saver="stack", saver_after_s=1.0)
     watcher = CommitWatcher(SaveTrigger(settings), job.spool)
     if what.startswith("its"):

@@ -220,7 +220,7 @@ def test_a_save_that_a_saver_has_failed_before_its_run_began_is_left_to_none_unt
 ) -> None:
     request = job.request(1)
     append(request, "failed", "non-finite values")  # by the saver
-    begun = append(request, "pending", start=start)
+    begun = append(request, "begun", start=start)
 
     def answer(known: Entry) -> None:
         append(request, "failed", "the disk is full", over=known)

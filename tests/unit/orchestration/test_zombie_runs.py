@@ -254,13 +254,13 @@ def test_a_crashed_run_has_failed_once_nothing_executes_or_retries_it(
     assert entry.url.endswith(f"/runs/flow-run/{RUN}")
 
 
-@pytest.mark.parametrize(("is_taken_over", "state"), [(True, "pending"), (False, "failed")])
+@pytest.mark.parametrize(("is_taken_over", "state"), [(True, "begun"), (False, "failed")])
 def test_a_failed_run_tells_nothing_of_a_save_that_the_saver_has_taken_over(
     recovery: NodeRecovery, save: SaveRequest, is_taken_over: bool, state: SaveState
 ) -> None:
-    begun = append(save, "pending", start=1)
+    begun = append(save, "begun", start=1)
     if is_taken_over:
-        append(save, "pending", over=begun)
+        append(save, "begun", over=begun)
     with failed_run(save, "FAILED") as api:
         entry = tell(recovery, api, save)
     assert entry.state == state
@@ -274,7 +274,7 @@ def test_a_run_that_waits_for_its_root_has_not_failed(
         assert tell(recovery, api, save) is None
 
 
-@pytest.mark.parametrize("known", ["nothing", "pending", "left", "failed", "completed"])
+@pytest.mark.parametrize("known", ["nothing", "begun", "left", "failed", "completed"])
 def test_a_run_that_ended_without_a_worker_is_told_once(
     recovery: NodeRecovery, save: SaveRequest, tmp_path: Path, known: SaveState | Literal["nothing"]
 ) -> None:
@@ -286,4 +286,4 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
     told = ("failed", "Cancelled: killed"), (known, "by its worker")
     assert (entry.state, entry.message) == told[known in ("left", "failed", "completed")]
     (path,) = tmp_path.glob(".trinity_sync/outcomes/*.jsonl")
-    assert len(path.read_text().splitlines()) == (1 if known != "pending" else 2)
+    assert len(path.read_text().splitlines()) == (1 if known != "begun" else 2)

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
+from trinity_sync.saves.journal import SaveState
 from trinity_sync.saves.save_status import SaveStatus
 
 PRODUCT = Path(__file__).parents[3] / "trinity_sync"
@@ -50,8 +51,12 @@ def test_a_manifest_alone_tells_which_kinds_it_has() -> None:
 
 
 def test_the_words_of_the_journal_are_compared_in_the_package_of_saves_alone() -> None:
-    asking = find_asking({"pending", "left", "completed"}, "state")
+    asking = find_asking({"begun", "left", "completed"}, "state")
     assert asking <= {"saves/journal.py", "saves/save_status.py"}
+
+
+def test_a_word_of_the_journal_is_that_of_the_table_of_statuses() -> None:
+    assert {*get_args(SaveState)} - {*get_args(SaveStatus)} == {"completed"}  # done, or removed
 
 
 def test_statuses_of_saves_are_told_apart_in_their_package_alone() -> None:

@@ -298,7 +298,7 @@ def test_a_failure_of_the_saver_is_told_in_the_place_of_a_flow_run_whose_worker_
         (request,) = find_pending_saves(saves.spool, grace_s=0)
         if it_began == "after the saver":
             await_that(lambda: is_announced(job, 4), "the saver has begun")
-        append(request, "pending", start=1)
+        append(request, "begun", start=1)
         with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
             saves.wait_all(60)
         append(request, "failed", "its process died", start=1)

@@ -76,7 +76,7 @@ def test_a_rank_that_submits_a_failed_save_again_hears_of_the_second_outcome(pai
             other.follow(request, images=images_of(pair, 1))
             with pytest.raises(SaveTimeoutError):
                 other.wait(time.monotonic() + 0.5)
-            tell(request, "pending")
+            tell(request, "begun")
             tell(request, "failed", why)
             (failure,) = other.wait(time.monotonic() + 30)
             assert failure.endswith(f"committed: {why} {where}")
@@ -122,9 +122,9 @@ def test_files_of_earlier_runs_are_removed_once_they_are_old(job: Job) -> None:
 
 def test_a_file_that_was_removed_is_begun_again(job: Job) -> None:
     one, two = request_of(job, 1), request_of(job, 2)
-    tell(one, "pending")
+    tell(one, "begun")
     path_of(job, 1).unlink()
-    tell(two, "pending")
+    tell(two, "begun")
     assert read(one) is None
     assert read(two)
 
@@ -157,9 +157,9 @@ def test_of_a_run_that_is_retried_the_last_start_counts_whatever_the_clocks_say(
     request, journal = request_of(job), Journal.of(request_of(job))
     told: list[tuple[SaveState, int, SaveState]] = [
         ("failed", 1, "failed"),
-        ("pending", 1, "failed"),  # of another node's saver, which begins later
-        ("pending", 2, "pending"),
-        ("failed", 0, "pending"),  # of the saver, when the flow run has begun
+        ("begun", 1, "failed"),  # of another node's saver, which begins later
+        ("begun", 2, "begun"),
+        ("failed", 0, "begun"),  # of the saver, when the flow run has begun
         ("completed", 2, "completed"),
         ("failed", 1, "completed"),
     ]
@@ -176,8 +176,8 @@ def test_of_a_save_that_was_taken_over_what_its_earlier_owner_tells_counts_no_lo
     tell(request, "left", "the stack does not see it")
     left = read(request)
     told: list[tuple[SaveState, Entry | None, SaveState]] = [
-        ("pending", left, "pending"),
-        ("failed", None, "pending"),
+        ("begun", left, "begun"),
+        ("failed", None, "begun"),
         ("failed", left, "failed"),
         ("left", None, "failed"),
         ("completed", None, "failed"),  # then its manifest is there
@@ -187,7 +187,7 @@ def test_of_a_save_that_was_taken_over_what_its_earlier_owner_tells_counts_no_lo
         journal.read()
         entry = journal.find(request.key)
         assert (entry.state, entry.start) == (known, 1)
-    tell(request, "pending", start=2)
+    tell(request, "begun", start=2)
     journal.read()
     assert not journal.list_failures()
 
@@ -216,8 +216,8 @@ def test_what_is_left_to_the_saver_is_waited_for_and_said(
 
 
 def test_a_forked_child_has_a_file_of_its_own(job: Job) -> None:
-    tell(request_of(job, 1), "pending")
-    assert end_of(lambda: tell(request_of(job, 2), "pending")) == 0
+    tell(request_of(job, 1), "begun")
+    assert end_of(lambda: tell(request_of(job, 2), "begun")) == 0
     assert len([*job.root.glob(".trinity_sync/outcomes/*.jsonl")]) == 2
     assert read(request_of(job, 1))
     assert read(request_of(job, 2))
@@ -227,11 +227,11 @@ def test_a_disk_that_is_full_for_a_while_hides_no_end(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = request_of(job)
-    tell(request, "pending")
+    tell(request, "begun")
     path = path_of(job, 1)
     path.unlink()
     path.mkdir()
-    tell(request, "pending")
+    tell(request, "begun")
     assert "Ranks that wait for it do not learn it" in caplog.text
     writing = threading.Thread(target=append, args=[request, "failed"], kwargs={"patience_s": 60.0})
     writing.start()

@@ -170,7 +170,7 @@ def a_life(job: Job, tmp_path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: write_metrics(root, 1, 2, {"reward": 1.0})
     yield lambda: remove_metrics(root, 2, 9)
     yield lambda: record_replicated(root, "s3://there", require_committed(root, 3))
-    yield lambda: journal.append(job.request(3), "pending")
+    yield lambda: journal.append(job.request(3), "begun")
     yield lambda: ask_roles(root, "key", 3, ["critic"], timeout_s=0.0)
     yield lambda: write_address(root, "name", "namespace")
     yield lambda: write_state(root, SynchronizerState("job"))
