@@ -84,6 +84,9 @@ def test_the_path_of_a_save_names_functions_that_do_something_and_the_table_pack
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| \d+ \|[^|]+\|([^|]+)\|([^|]+)\|$", text, re.MULTILINE)
     assert len(rows) == 10
+    all_files = {name for _, files in rows for name in re.findall(r"`([\w/.]+)`", files)}
+    count = sum(len(re.findall(r"`[\w.]+`", functions)) for functions, _ in rows)
+    assert f"These are {count} functions in {len(all_files)} files." in text
     for functions, files in rows:
         paths = [path_of(name) for name in re.findall(r"`([\w/.]+)`", files)]
         does = {name for path in paths for name in list_functions(ast.parse(path.read_text()))}
@@ -93,6 +96,20 @@ def test_the_path_of_a_save_names_functions_that_do_something_and_the_table_pack
     assert len(named) > 20
     for name in named:
         assert path_of(name if name.endswith("/") else f"{name}.py").is_dir() == name.endswith("/")
+
+
+def test_where_to_go_for_a_change_names_files_and_what_is_in_them() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    table = text[text.index("| change | files") : text.index("## Documentation")]
+    rows = re.findall(r"^\| [a-z][^|]+\|([^|]+)\|$", table, re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        words = re.findall(r"`([\w/.]+)`", row)
+        paths = [path_of(word) for word in words if "/" in word or "." in word]
+        named = "\n".join(path.read_text() for path in paths if path.is_file())
+        others = {"ls", "runs", "wait_all"}  # what a user calls
+        names = {word for word in words if "/" not in word and "." not in word}
+        assert {n for n in names - others if not re.search(rf"\b{n}\b", named)} == set()
 
 
 def test_the_times_of_the_design_notes_are_those_of_the_code_in_their_order() -> None:
