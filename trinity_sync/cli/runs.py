@@ -41,8 +41,6 @@ ASK_S = 2.0
 """Seconds between two questions to the server while waiting."""
 QUICK_S = 2.0
 """Seconds that a command waits for a server that it could do without."""
-CRASH_GRACE_S = 75.0
-"""Seconds for which a worker may still retry a crashed flow run, as in `recovery.node`."""
 
 
 @app.command(
@@ -204,6 +202,7 @@ def _await_step(
         CommitError: The step is corrupted, or was committed and removed.
     """
     from trinity_sync.fs.atomic import revalidate_folder
+    from trinity_sync.orchestration.recovery.node import CRASH_GRACE_S
     from trinity_sync.orchestration.report.collect import is_running
     from trinity_sync.storage.discovery import read_step_state
 

@@ -134,8 +134,7 @@ def _read_saves(root: Path) -> dict[int, SaveRow]:
     saves, _ = read_saves(root, answer_s=QUICK_S)
     ordered = sorted(saves, key=lambda each: (each.run, each.since or 0.0))
     newest = {save.step: save for save in ordered}
-    shown = ("pending", "writing", "failed")
-    return {step: save for step, save in newest.items() if save.status in shown}
+    return {n: save for n, save in newest.items() if save.is_in_flight or save.status == "failed"}
 
 
 def _read_rows(root: Path, steps: list[int], saves: dict[int, SaveRow]) -> list[StepRow]:

@@ -31,6 +31,7 @@ from trinity_sync.client.collective import gather_from_ranks
 from trinity_sync.client.run_context import find_start_key
 from trinity_sync.errors import ConfigError, RootError, TrinitySyncError, describe_error
 from trinity_sync.fs.atomic import (
+    NO_ROOM,
     TEMPORARY_SUFFIX,
     UNWRITABLE,
     make_temporary_path,
@@ -333,7 +334,7 @@ def probe_capabilities(root: Path) -> Capabilities:
             )
     except OSError as error:
         action = "Change its owner or mode, mount it for writing"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             action = "Free space there"
         raise RootError(
             f"{root} ({find_mount(root)}) cannot be written: {error.strerror}. {action}, or "
@@ -354,7 +355,7 @@ def _find_failure(attempt: Callable[[Path], None], folder: Path) -> str:
         own.mkdir()
         attempt(own)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             raise
         return error.strerror or type(error).__name__
     except _Unsupported as error:

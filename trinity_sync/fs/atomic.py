@@ -26,7 +26,9 @@ TEMPORARY_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}" + re.escape(TEMPORARY_SUFFIX))
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
 """Error numbers of file systems without hard links, and of a link between two file systems."""
-UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+"""Error numbers of a full disk, and of a user's quota."""
+UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, *NO_ROOM}
 """Error numbers of a folder that this user may read and not write, or that has no room."""
 WRONG_KIND = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 """Error numbers of a link, a file, a folder or a pipe in the place of something else."""

@@ -35,6 +35,7 @@ from pathlib import Path
 from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.fs.atomic import (
     NO_LINKS,
+    NO_ROOM,
     make_folder,
     make_temporary_path,
     open_fd,
@@ -183,7 +184,7 @@ class LockFile:
             os.pwrite(self.fd, f"{describe_this_process()}\n".encode(), 0)
             os.fsync(self.fd)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 raise  # a full disk is reported by a server that has checked the lock
 
     def map(self, nbytes: int, *, writable: bool = False, populate: bool = False) -> mmap.mmap:

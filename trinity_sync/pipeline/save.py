@@ -1,6 +1,5 @@
 """The parts of a save on one node, and the driver of the saver; `order` has their order."""
 
-import errno
 import logging
 import os
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
+from trinity_sync.fs.atomic import NO_ROOM
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
 from trinity_sync.pipeline.order import COMMIT, PERSIST, UPLOAD, Driver, Follows, Part, drive
@@ -182,7 +182,7 @@ def commit_images(
             by_saver=by_saver,
         )
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             remove_spares(save.root)  # which makes room for the next attempt
         error.filename = error.filename or os.fspath(save.folder)
         raise SaveError(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import cache
 from os import getpid
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -51,8 +51,9 @@ _REMEMBERED = 4096
 """Number of saves that a reader keeps; it forgets the completed ones first."""
 
 SaveState = Literal["begun", "left", "failed", "completed"]
-"""Left: the stack cannot do the save, for a fault of its own, and leaves it to the saver."""
-_STATES: tuple[SaveState, ...] = "begun", "left", "failed", "completed"
+"""In the order in which they outrank each other within a start. Left: the stack cannot do the save,
+for a fault of its own, and leaves it to the saver."""
+_STATES: tuple[SaveState, ...] = get_args(SaveState)
 
 STATES_OF_RUNS: dict[str, SaveState] = {
     **dict.fromkeys(("RUNNING", "PENDING", "CANCELLING"), "begun"),

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from trinity_sync.errors import SpoolFullError
+from trinity_sync.fs.atomic import NO_ROOM
 from trinity_sync.fs.file_system import find_room
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.snapshot.image import Layout
@@ -277,7 +278,7 @@ def allocate_slot(fd: int, path: Path, size: int, ended: Callable[[], bool]) -> 
             os.posix_fallocate(fd, start, min(_RESERVE, size - start))
     except OSError as error:
         os.truncate(fd, found.st_size)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             raise
         raise SpoolFullError(
             f"spool {path.parent} has no room for slot {path.name}: it needs {size - have:,} "

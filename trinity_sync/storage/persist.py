@@ -17,7 +17,6 @@ decides which of them acquires a free permit.
 The first needs a shared file system whose locks reach other nodes, as commits do.
 """
 
-import errno
 import logging
 import math
 import mmap
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trinity_sync.errors import EvictedError, ImageError, SaveError
 from trinity_sync.fs.atomic import (
+    NO_ROOM,
     TEMPORARY_SUFFIX,
     is_temporary,
     link_or_copy,
@@ -220,7 +220,7 @@ class _Attempt:
                 same = _link_unchanged(content, self.earlier.get(path), temporary)
                 digest, health = same or self._write_content(ticket, content, temporary)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno in NO_ROOM:
                     # make room for a retry, also what attempts that died have taken
                     remove_spares(save.root)
                     remove_files(walk_files(folder, f".*.{ticket.image}{TEMPORARY_SUFFIX}"))

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, MissingShardsError
+from trinity_sync.errors import CommitError, MissingShardsError, TrinitySyncError
 from trinity_sync.fs.atomic import (
     lengthen_pauses,
+    list_paths,
     make_folder,
     pin_folder,
     read_uncached,
@@ -27,7 +28,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import Record, decode_record, encode_record
 from trinity_sync.layout import PRIVATE_FOLDER, is_path
 from trinity_sync.snapshot.identity import SaveId
-from trinity_sync.storage.runs import RunEnd, refuse_other_job
+from trinity_sync.storage.runs import Run, RunEnd, refuse_other_job
 
 _MOST_RANKS = 1 << 20
 
@@ -124,6 +125,16 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
             "writes it again"
         ) from error
     return sorted(places, key=lambda place: place.ranks[0]) if written.run_key == run_key else None
+
+
+def list_nodes(root: str | Path, run: Run) -> list[str]:
+    """Return the nodes of a run's ranks, sorted, as far as their placements can be read."""
+    every, nodes = _path(root, run.number, "*"), set[str]()
+    for path in list_paths(every.parent, every.name):
+        with suppress(TrinitySyncError, OSError):
+            places = read_placement(root, run.number, run.key, path.name.split(".")[1])
+            nodes |= {place.node for place in places or ()}
+    return sorted(nodes)
 
 
 def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards]:

@@ -24,7 +24,7 @@ from trinity_sync.client.prefect_api import (
 from trinity_sync.client.prefect_connection import knows_server
 from trinity_sync.errors import PrefectApiError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths, walk_files
-from trinity_sync.layout import PRIVATE_FOLDER, steps_on_disk
+from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
 from trinity_sync.orchestration.report.facts import (
     Disk,
@@ -46,9 +46,9 @@ from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
 from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.placement import NodeRanks, describe_ranks, read_placement
+from trinity_sync.storage.placement import NodeRanks, describe_ranks, list_nodes, read_placement
 from trinity_sync.storage.replace import quarantine_folder
-from trinity_sync.storage.runs import Run, find_living_run
+from trinity_sync.storage.runs import Run, find_living_run, read_start_time
 from trinity_sync.storage.save_timing import read_saves
 from trinity_sync.storage.steps_in_use import list_leases, list_pins
 from trinity_sync.weights.state_files import read_sync_report
@@ -176,17 +176,11 @@ def _list_steps(root: Path, known: Sequence[Run], server: _Server) -> Iterator[S
 
 def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:
     for run in sorted(known, key=lambda each: each.number):
-        nodes: set[str] = set()
-        for path in list_paths(root / PRIVATE_FOLDER / "placements", f"{run.number}.*.json"):
-            role = path.name.split(".")[1]
-            with suppress(TrinitySyncError, OSError):
-                nodes |= {
-                    each.node for each in read_placement(root, run.number, run.key, role) or ()
-                }
         began_at = None
         with suppress(OSError):
-            began_at = (root / PRIVATE_FOLDER / "runs" / f"{run.number}.json").stat().st_mtime
-        yield RunRow(run.number, run.resumed_from, began_at, tuple(sorted(nodes)), run.left_out)
+            began_at = read_start_time(root, run.number) or None
+        nodes = list_nodes(root, run)
+        yield RunRow(run.number, run.resumed_from, began_at, tuple(nodes), run.left_out)
 
 
 def _measure_disk(root: Path, steps: Sequence[StepRow], quarantined: Sequence[Path]) -> Disk:
