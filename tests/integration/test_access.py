@@ -88,9 +88,7 @@ def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(
             is_ready = partial(services.is_server_ready, state)
             daemon.await_ready("the Prefect server", state.server, is_ready, 120)
             env = services.build_environment(settings, StackSettings(), state)
-            subprocess.run(
-                [sys.executable, "-m", "trinity_sync.cli", "deploy"], env=env, check=True
-            )
+            subprocess.run([sys.executable, "-m", "trinity_sync", "deploy"], env=env, check=True)
         finally:
             daemon.stop(state.server, 20)
 

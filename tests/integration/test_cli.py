@@ -19,7 +19,7 @@ from trinity_sync import Settings
 from trinity_sync.stack import embedded
 from trinity_sync.stack.services import StackState
 
-COMMAND = [sys.executable, "-m", "trinity_sync.cli"]
+COMMAND = [sys.executable, "-m", "trinity_sync"]
 
 
 def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -108,7 +108,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
     stack: StackState, settings: Settings, postgres: str, tmp_path: Path
 ) -> None:
     second = subprocess.Popen(
-        [sys.executable, "-m", "trinity_sync.cli", "worker"],
+        [sys.executable, "-m", "trinity_sync", "worker"],
         env=services.build_environment(settings, StackSettings(), stack),
         cwd=tmp_path,
         stdout=(tmp_path / "worker.log").open("w"),
@@ -183,7 +183,7 @@ def test_a_call_without_the_password_is_refused_and_it_is_written_nowhere(
         **services.build_environment(settings, StackSettings(), stack),
         "PREFECT_API_AUTH_STRING": "",
     }
-    worker = [sys.executable, "-m", "trinity_sync.cli", "worker"]
+    worker = [sys.executable, "-m", "trinity_sync", "worker"]
     refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1
     assert "set PREFECT_API_AUTH_STRING" in refused.stderr.splitlines()[-1]

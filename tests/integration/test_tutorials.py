@@ -23,7 +23,7 @@ def make_tools(folder: Path) -> dict[str, str]:
     """Make the commands that an installed package has, of the checkout; returns the environment."""
     tools = folder / "bin"
     tools.mkdir()
-    for name, arguments in (("python", ()), ("trinity-sync", ("-m", "trinity_sync.cli"))):
+    for name, arguments in (("python", ()), ("trinity-sync", ("-m", "trinity_sync"))):
         words = shlex.join([sys.executable, *arguments])
         (tools / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (tools / name).chmod(0o755)

@@ -458,7 +458,7 @@ def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout
     find = partial(find_missing_deployments, pool=stack.worker.pool)
     if state.joined or not ask_server(settings, find, state.api_url):
         return
-    command = [sys.executable, "-m", "trinity_sync.cli", "deploy"]
+    command = [sys.executable, "-m", "trinity_sync", "deploy"]
     env = services.build_environment(settings, stack, state)
     try:
         done = subprocess.run(

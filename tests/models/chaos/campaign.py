@@ -107,7 +107,7 @@ def _submitted(world: World) -> set[Commit]:
 def _reconcile(world: World, grace_s: float) -> list[str]:
     """Repair what killed processes left, as the schedule does, or a user without a stack."""
     if not world.has_stack:
-        command = [sys.executable, "-m", "trinity_sync.cli", "reconcile", str(world.root)]
+        command = [sys.executable, "-m", "trinity_sync", "reconcile", str(world.root)]
         done = subprocess.run(
             [*command, "--grace", str(grace_s)], env=world.environment, capture_output=True
         )

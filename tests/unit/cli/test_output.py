@@ -245,7 +245,7 @@ def at_a_terminal(
             else:
                 os.write(keyboard, f"{answer}\n".encode())
 
-    line = [sys.executable, "-m", "trinity_sync.cli", *map(str, arguments)]
+    line = [sys.executable, "-m", "trinity_sync", *map(str, arguments)]
     return run_at_terminal(line, env, look=type_answer)
 
 
@@ -548,7 +548,7 @@ def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_al
 ) -> None:
     code, shown = at_a_terminal(home, "verify", root, 20, columns=500)  # no path is broken
     assert (code, "reading" in shown, "bytes" in shown) == (0, True, True)
-    line = [sys.executable, "-m", "trinity_sync.cli", "verify", str(root), "20"]
+    line = [sys.executable, "-m", "trinity_sync", "verify", str(root), "20"]
     piped = subprocess.run(line, env=os.environ | home, capture_output=True, text=True, check=True)
     assert (piped.stderr, "reading" in piped.stdout) == ("", False)
     assert all(word in shown for word in piped.stdout.split()[:2])
@@ -579,7 +579,7 @@ main()
 def test_logs_are_followed_before_they_exist_and_end_as_their_pipe_is_closed(
     home: dict[str, str], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-f"]
+    command = [sys.executable, "-m", "trinity_sync", "logs", "worker", "-f"]
     logs = tmp_path / "home" / "logs"
     logs.mkdir(parents=True)
     with subprocess.Popen(
@@ -592,7 +592,7 @@ def test_logs_are_followed_before_they_exist_and_end_as_their_pipe_is_closed(
         finally:
             tail.kill()
     (logs / "worker.log").write_text("a line\n" * 100_000)
-    command = [sys.executable, "-m", "trinity_sync.cli", "logs", "worker", "-n", "100000"]
+    command = [sys.executable, "-m", "trinity_sync", "logs", "worker", "-n", "100000"]
     with subprocess.Popen(
         command, env=os.environ | home, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as tail:

@@ -67,7 +67,7 @@ def test_a_ray_that_cannot_be_joined_is_a_sentence(tmp_path: Path, address: str)
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
         "TRINITY_SYNC_STACK__RAY__ADDRESS": address,
     }
-    command = [sys.executable, "-m", "trinity_sync.cli", "worker"]
+    command = [sys.executable, "-m", "trinity_sync", "worker"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -138,7 +138,7 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
 
 
 def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
-    line = f'eval "$({sys.executable} -m trinity_sync.cli env)"'
+    line = f'eval "$({sys.executable} -m trinity_sync env)"'
     env = os.environ | {
         "TRINITY_SYNC_HOME": str(tmp_path),
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
