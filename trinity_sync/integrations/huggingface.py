@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from trinity_sync.adapter import PRIVATE_FOLDER, make_run_key
 from trinity_sync.errors import CommitError, ConfigError, TrinitySyncError, from_extra
-from trinity_sync.integrations.after_import import Call, wrapper
 from trinity_sync.integrations.huggingface_state import (
     FSDP,
     HUGGINGFACE,
@@ -41,6 +40,7 @@ from trinity_sync.integrations.huggingface_state import (
     require_fit,
     write_safetensors,
 )
+from trinity_sync.integrations.import_hooks import Call, wrapper
 from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
 
 with from_extra("hf"):

@@ -16,7 +16,7 @@ from trinity_sync.adapter import Manifest, shard_file
 from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.formats.hf_files import require_same_adapter
 from trinity_sync.formats.shard_reader import open_shard, require_same_model
-from trinity_sync.integrations.after_import import replace_attributes
+from trinity_sync.integrations.import_hooks import replace_attributes
 from trinity_sync.integrations.trainer_saves import MEMORY
 from trinity_sync.snapshot.stager import ATTACHMENTS
 

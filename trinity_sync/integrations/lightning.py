@@ -22,7 +22,7 @@ import torch
 from trinity_sync.adapter import MANIFEST, Manifest, step_folder, step_of_folder
 from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.formats.shard_reader import require_same_model
-from trinity_sync.integrations.after_import import replace_attributes
+from trinity_sync.integrations.import_hooks import replace_attributes
 from trinity_sync.integrations.trainer_saves import (
     TrainerSaves,
     get_rng_state,

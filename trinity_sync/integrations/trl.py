@@ -8,9 +8,9 @@ weights by `TrinitySyncCallback`, then makes the server load them. Generation st
 from typing import Any
 
 from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.integrations.after_import import replace_attributes
 from trinity_sync.integrations.huggingface import TrinitySyncCallback
 from trinity_sync.integrations.huggingface_state import is_adapted
+from trinity_sync.integrations.import_hooks import replace_attributes
 from trinity_sync.integrations.vllm import VLLMUpdater
 from trinity_sync.integrations.vllm.plugin import BACKEND
 

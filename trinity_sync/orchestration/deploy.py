@@ -43,7 +43,7 @@ from trinity_sync.client.prefect_connection import (
     translate_errors,
 )
 from trinity_sync.errors import StackError
-from trinity_sync.orchestration.pipeline import read_deployments
+from trinity_sync.orchestration.package_paths import read_deployments
 from trinity_sync.orchestration.prefect_compat import parameter_schema
 from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
 from trinity_sync.saves.save_request import QUEUES

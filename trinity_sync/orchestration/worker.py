@@ -46,7 +46,7 @@ from websockets.exceptions import ConnectionClosed
 from trinity_sync.client.prefect_api import PAGE, PrefectApi
 from trinity_sync.errors import ConfigError, PrefectApiError, warn_once
 from trinity_sync.fs.process import read_process_identity
-from trinity_sync.orchestration.pipeline import PACKAGES
+from trinity_sync.orchestration.package_paths import PACKAGES
 from trinity_sync.orchestration.prefect_compat import (
     InProcessWorker,
     propose_state,

@@ -24,7 +24,7 @@ from trinity_sync.client.prefect_connection import refuse_other_users
 from trinity_sync.errors import PrefectApiError, StackError, TrinitySyncError
 from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.metrics import METRICS
-from trinity_sync.orchestration.pipeline import PACKAGES, TASK_PROCESSES
+from trinity_sync.orchestration.package_paths import PACKAGES, TASK_PROCESSES
 from trinity_sync.orchestration.worker import POLL_S, TrinitySyncWorker, load_flow
 from trinity_sync.settings import Settings, StackSettings
 

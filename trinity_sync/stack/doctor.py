@@ -23,7 +23,7 @@ from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.saver_control import LOG, UNREQUESTED
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.file_system import find_mount
-from trinity_sync.orchestration.pipeline import find_missing_deployments
+from trinity_sync.orchestration.package_paths import find_missing_deployments
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, sort_job_spools

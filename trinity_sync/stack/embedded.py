@@ -21,7 +21,7 @@ from trinity_sync.client.prefect_api import PrefectApi, ask_server
 from trinity_sync.client.prefect_connection import ANSWER_S, hide_password
 from trinity_sync.client.saver_control import CONNECT_S, LOG, answers, list_savers
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
-from trinity_sync.orchestration.pipeline import find_missing_deployments
+from trinity_sync.orchestration.package_paths import find_missing_deployments
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.stack import daemon, services

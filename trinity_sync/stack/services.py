@@ -31,7 +31,7 @@ from trinity_sync.errors import StackError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.fs.locks import open_lock_file
 from trinity_sync.fs.process import read_process_namespace
-from trinity_sync.orchestration.pipeline import INSTALLED, PACKAGES, TASK_PROCESSES
+from trinity_sync.orchestration.package_paths import INSTALLED, PACKAGES, TASK_PROCESSES
 from trinity_sync.settings import LOCAL_HOST, RAY_FOLDER, Settings, StackSettings, stack_variable
 from trinity_sync.stack import daemon
 from trinity_sync.stack.daemon import Daemon, free_port

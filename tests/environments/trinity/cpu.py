@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.integrations.after_import import patch_after_import
+from trinity_sync.integrations.import_hooks import patch_after_import
 
 _init = dist.init_process_group
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from grpo_copy.cpu_platform import use_cpu
 
-from trinity_sync.integrations.after_import import patch_after_import
+from trinity_sync.integrations.import_hooks import patch_after_import
 
 _init = dist.init_process_group
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trinity_sync import ConfigError
-from trinity_sync.integrations.after_import import Patch, patch_after_import
+from trinity_sync.integrations.import_hooks import Patch, patch_after_import
 
 
 @pytest.fixture

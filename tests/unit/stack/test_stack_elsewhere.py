@@ -27,7 +27,7 @@ from trinity_sync.client.prefect_connection import find_other_user
 from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.process import read_process_identity
-from trinity_sync.orchestration.pipeline import read_deployments
+from trinity_sync.orchestration.package_paths import read_deployments
 from trinity_sync.settings import Settings, StackSettings, default_home
 from trinity_sync.stack import daemon, embedded, services
 from trinity_sync.stack.daemon import Daemon

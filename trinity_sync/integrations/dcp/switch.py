@@ -45,8 +45,8 @@ from trinity_sync import CheckpointCoordinator
 from trinity_sync.errors import CommitError, ConfigError, RootInUseError, SaveError
 from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.integrations.after_import import Call, rebind, wrapper
 from trinity_sync.integrations.dcp.writer import DcpSaver, StepWriter
+from trinity_sync.integrations.import_hooks import Call, rebind, wrapper
 from trinity_sync.storage.dcp_folder import (
     FOLDER_FILE,
     INDEX,

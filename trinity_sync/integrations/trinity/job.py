@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.after_import import Call, wrapper
+from trinity_sync.integrations.import_hooks import Call, wrapper
 from trinity_sync.integrations.verl.driver import read_forwarded_variables
 from trinity_sync.layout import WriteConcurrency
 from trinity_sync.settings import Settings

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.integrations.after_import import Call, wrapper
+from trinity_sync.integrations.import_hooks import Call, wrapper
 from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.integrations.verl.driver import LOGGED, open_metrics
 

@@ -15,7 +15,7 @@ serve the model: they look the Synchronizer up by Trinity's name, which ours has
 from pathlib import Path
 from types import ModuleType
 
-from trinity_sync.integrations.after_import import Patch, patch_after_import, wrap
+from trinity_sync.integrations.import_hooks import Patch, patch_after_import, wrap
 
 PLUGINS = Path(__file__).parent / "plugin"
 

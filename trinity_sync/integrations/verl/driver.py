@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import attaching_folder, refuse_url, step_folder
 from trinity_sync.errors import ConfigError, TrinitySyncError
-from trinity_sync.integrations.after_import import Call, replace_attributes, wrapper
+from trinity_sync.integrations.import_hooks import Call, replace_attributes, wrapper
 from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.settings import CONFIG, STACK_PREFIX
 from trinity_sync.storage.discovery import is_foreign, read_latest_pointer

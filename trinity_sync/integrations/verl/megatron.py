@@ -29,7 +29,7 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import (
 from trinity_sync import CheckpointCoordinator, SaveHandle
 from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ranks, split_role_path
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.after_import import replace_attributes
+from trinity_sync.integrations.import_hooks import replace_attributes
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
 from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths, collect_files
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trinity_sync.adapter import attaching_folder, broadcast_from_rank_0, step_folder
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.after_import import Call, wrapper
+from trinity_sync.integrations.import_hooks import Call, wrapper
 from trinity_sync.integrations.verl.driver import LOGGED, get_manager
 
 logger = logging.getLogger(__name__)

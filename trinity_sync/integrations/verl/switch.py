@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from trinity_sync.errors import ConfigError, from_extra
-from trinity_sync.integrations.after_import import Patch, patch_after_import, wrap
+from trinity_sync.integrations.import_hooks import Patch, patch_after_import, wrap
 
 with from_extra("verl"):
     from packaging.version import Version

@@ -1,9 +1,8 @@
-"""Locate the packages ``flows`` and ``tasks``, which only the stack's own processes import, and
-their deployments.
+"""Paths of the packages ``flows`` and ``tasks``, and what ``prefect.yaml`` in them deploys.
 
-In a checkout they are at the top. A wheel holds them below ``trinity_sync/packages``, because users
-have packages of these names: it installs no top-level ``flows`` or ``tasks``. The stack's processes
-have `PACKAGES` first on ``sys.path``.
+Only the stack's own processes import them. In a checkout they are at the top. A wheel holds them
+below ``trinity_sync/packages``, because users have packages of these names: it installs none of
+them at the top. The stack's processes have `PACKAGES` first on ``sys.path``.
 """
 
 from contextlib import suppress
