@@ -457,6 +457,25 @@ def test_a_batch_that_does_not_fit_begins_the_training_again(
     assert read_run_number(tmp_path / "ckpts", 2) == 2
 
 
+def test_a_batch_that_does_not_fit_after_a_resume_begins_again_at_the_step_of_the_resume(
+    tmp_path: Path, callback: MakeCallback
+) -> None:
+    def exhaust() -> None:
+        if exhausted:
+            raise RuntimeError(exhausted.pop())
+
+    exhausted = ["CUDA out of memory."]
+    hugging_face(callback(), 4).train()
+    saves = callback()
+    trainer = hugging_face(saves, 8, auto_find_batch_size=True)
+    trainer.add_callback(At(6, exhaust))
+    trainer.train(resume_from_checkpoint=saves.latest())
+    begun = [run.resumed_from for run in list_known_runs(tmp_path / "ckpts")]
+    assert begun == [0, 4, 4]
+    assert steps_on_disk(tmp_path / "ckpts") == [4, 6, 8]
+    assert not saves._folder_of(4).exists()
+
+
 def test_two_callbacks_of_a_trainer_are_refused_before_training(callback: MakeCallback) -> None:
     first, second = (callback(name) for name in "ab")
     trainer = hugging_face(first)

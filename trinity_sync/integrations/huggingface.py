@@ -310,7 +310,8 @@ class TrinitySyncCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Close the files that `Trainer` has loaded, which keep a removed step's space."""
-        self._close_files()
+        if not args.auto_find_batch_size:  # a batch that does not fit has it load them again
+            self._close_files()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait until all saves are committed.
