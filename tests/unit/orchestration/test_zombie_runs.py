@@ -13,6 +13,7 @@ from typing import Any, Literal
 from uuid import UUID, uuid4
 
 import pytest
+import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -32,6 +33,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 )
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.worker import TrinitySyncWorker
+from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.journal import Entry, Journal, SaveState, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
@@ -192,9 +194,11 @@ def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
 
 
 @contextmanager
-def failed_run(request: SaveRequest, kind: str, name: str = "") -> Iterator[PrefectApi]:
+def failed_run(
+    request: SaveRequest, kind: str, name: str = "", message: str = "killed"
+) -> Iterator[PrefectApi]:
     """A server whose flow run of a save ended at a time that this clock is far from."""
-    state = {"type": kind, "name": name or kind.title(), "message": "killed", "id": str(uuid4())}
+    state = {"type": kind, "name": name or kind.title(), "message": message, "id": str(uuid4())}
     run = {
         "id": RUN,
         "name": request.flow_run_name,
@@ -287,3 +291,15 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
     assert (entry.state, entry.message) == told[known in ("left", "failed", "completed")]
     (path,) = tmp_path.glob(".trinity_sync/outcomes/*.jsonl")
     assert len(path.read_text().splitlines()) == (1 if known != "begun" else 2)
+
+
+def test_a_save_whose_run_a_limit_of_the_server_has_cancelled_is_left_to_the_saver(
+    recovery: NodeRecovery, job: Job
+) -> None:
+    job.stage(4, {"model": {"w": torch.ones(3)}})
+    (request,) = find_pending_saves(job.spool, grace_s=0)
+    with failed_run(request, "CANCELLED", message="Deployment concurrency limit reached.") as api:
+        for _ in range(2):
+            entry = tell(recovery, api, request)
+    assert entry.is_left
+    assert [image.failed for image in job.spool.tickets()[0]] == [False]

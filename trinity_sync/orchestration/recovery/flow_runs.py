@@ -54,6 +54,8 @@ WAITING = "Waiting for its root"
 ACQUIRED_BY = "Acquired by "
 """Prefix of the message of a Pending state, before the process that acquired the run, as
 ``node/pid/start time``."""
+AT_LIMIT = "Deployment concurrency limit reached."
+"""Message of a run that a limit with ``CANCEL_NEW`` has cancelled, whose save is the saver's."""
 TAG = "trinity-sync"
 """Tag of all deployments of prefect.yaml, which excludes other flows of the server."""
 LATE_S = 60.0
@@ -224,9 +226,11 @@ async def try_tell_failure(spool: Path, run: FlowRun) -> None:
         known = await run_in_thread(read_entry, request)
     if known and known.is_left:  # the saver ends it
         return
-    await try_allow_eviction(spool, run.parameters, why)
+    state: SaveState = "left" if run.state.message == AT_LIMIT else "failed"
+    if state == "failed":
+        await try_allow_eviction(spool, run.parameters, why)
     # what the saver has taken over, the saver tells
     is_told = known is not None and (known.has_ended or known.takes_over)
     if known is None or not is_told or known.start < run.attempts:
         # after a start that the server has not counted: its process died before it ran
-        await try_tell(request, "failed", why, url=run.page, start=start)
+        await try_tell(request, state, why, url=run.page, start=start)
