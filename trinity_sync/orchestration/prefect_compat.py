@@ -16,7 +16,7 @@ import pkgutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -97,7 +97,7 @@ def spare_calls_of_runs() -> None:
       for it, and for its end, while all other runs of the process stand still: 0.3 s a run. A save
       that is suspended would keep its images in memory; it can be cancelled.
     - Asking the server for each run where results are stored, with a client of its own. No flow
-      stores any.
+      stores any, and a place that cannot be opened here would crash each run.
     - The event that a task is pending, right before the one that it runs.
     - Telling the server that the engine retries no flow here, and the digest of a flow's source.
 
@@ -106,8 +106,8 @@ def spare_calls_of_runs() -> None:
     engine, results = look_up("prefect.flow_engine"), look_up("prefect.results")
     if hasattr(engine, "observe_flow_run_suspension"):
         engine.observe_flow_run_suspension = lambda *_, **__: nullcontext()
-    if hasattr(results, "_get_default_result_storage"):
-        results._get_default_result_storage = cache(results._get_default_result_storage)
+    if hasattr(results, "_read_server_default_result_storage_block_id"):
+        results._read_server_default_result_storage_block_id = lambda: None
     tasks = look_up("prefect.task_engine")
     if emit := getattr(tasks, "emit_task_run_state_change_event", None):
         tasks.emit_task_run_state_change_event = partial(_emit_unless_pending, emit)

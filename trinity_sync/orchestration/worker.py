@@ -35,6 +35,7 @@ from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNam
 from prefect.exceptions import Abort, ObjectNotFound, ParameterBindError, SignatureMismatchError
 from prefect.flows import Flow
 from prefect.settings import (
+    PREFECT_DEFAULT_RESULT_STORAGE_BLOCK,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     get_current_settings,
     temporary_settings,
@@ -332,7 +333,8 @@ class TrinitySyncWorker(
         """Serve until the worker is stopped, as Prefect's worker does."""
         spare_calls_of_runs()
         # for all runs at once: settings are validated again each time that one is changed
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_S}):
+        own = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_S}
+        with temporary_settings(own, restore_defaults={PREFECT_DEFAULT_RESULT_STORAGE_BLOCK}):
             await super().start(*args, **kwargs)
 
     async def setup(self) -> None:

@@ -1,11 +1,14 @@
 """Private names of Prefect stand in one module, which refuses a Prefect that lacks one."""
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import prefect
 import pytest
@@ -18,6 +21,7 @@ from prefect.tasks import Task
 from prefect.workers.base import BaseJobConfiguration, BaseWorker
 
 import trinity_sync
+from tests.support.answers import server
 from trinity_sync.errors import MissingPackageError, UnsupportedPrefectError
 from trinity_sync.orchestration import prefect_compat
 from trinity_sync.orchestration.worker import TrinitySyncWorker
@@ -92,6 +96,30 @@ def used_below(tree: ast.AST, theirs: set[str], *, inside: bool) -> Iterator[str
 def test_private_names_of_prefect_are_used_in_one_module(package: str) -> None:
     modules = set((PROJECT / package).rglob("*.py")) - {MODULE}
     assert {path: names for path in modules if (names := [*used_in(path.read_text())])} == {}
+
+
+@pytest.mark.parametrize("default_of", ["the settings", "the server"])
+def test_a_flow_runs_wherever_a_site_stores_results_that_no_flow_has(default_of: str) -> None:
+    program = """
+import asyncio
+from prefect.results import get_default_result_storage
+from prefect.workers.base import BaseWorker
+from trinity_sync.orchestration.worker import TrinitySyncWorker
+
+async def start(*_):
+    print(type(get_default_result_storage(_sync=True)).__name__)
+
+BaseWorker.start = start
+asyncio.run(TrinitySyncWorker("any").start())
+"""
+    elsewhere = {"default_result_storage_block_id": str(uuid4())}
+    with server({"/admin/storage": (200, json.dumps(elsewhere))}) as url:
+        env = {**os.environ, "PREFECT_API_URL": url}
+        if default_of == "the settings":
+            env["PREFECT_DEFAULT_RESULT_STORAGE_BLOCK"] = "s3-bucket/results"
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "LocalFileSystem", done.stderr
 
 
 def test_a_prefect_that_lacks_a_name_is_refused_by_that_name() -> None:
