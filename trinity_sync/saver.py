@@ -82,6 +82,9 @@ ANSWER_S = 1.0
 """Seconds for which the look at one job may delay those at others: its file system may hang."""
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to request a flow run; the last value repeats."""
+REQUEST_S = 60.0
+"""Seconds after which the flow run of a save that still waits is requested again: a user may have
+deleted it, or its server lost it."""
 SETTLE_S = 2.0
 """Age in seconds of a commit from which its slots are released if its process has not done so."""
 
@@ -99,20 +102,24 @@ class FlowRunRequests:
         self._wake = wake
         self._wanted: queue.SimpleQueue[tuple[Path, SaveRequest]] = queue.SimpleQueue()
         """Folders of jobs in the spool, and saves whose flow run is to be requested."""
-        self._waiting: dict[Path, set[str]] = {}
-        """Keys of the saves that waited at the last look, by the folder of their job."""
+        self._waiting: dict[Path, dict[str, float]] = {}
+        """When saves that waited at the last look were requested (monotonic), by the folder of
+        their job and their key."""
         self._untaken: set[str] = set()
         """Keys of the saves whose flow run the server has not taken yet."""
         self._runs = self._fails = False
         self._lock = threading.Lock()
 
     def want(self, folder: Path, waiting: Sequence[SaveRequest]) -> None:
-        """Request the flow runs of the saves of a job that wait, each once."""
+        """Request the flow runs of the saves of a job that wait, each at most every `REQUEST_S`."""
+        now = time.monotonic()
         with self._lock:
-            known = self._waiting.get(folder, set())
-            self._waiting[folder] = {each.key for each in waiting}
+            known = self._waiting.get(folder, {})
+            requested = {each.key: known.get(each.key, -math.inf) for each in waiting}
+            self._waiting[folder] = requested
             for each in waiting:
-                if each.key not in known:
+                if now >= requested[each.key] + REQUEST_S and each.key not in self._untaken:
+                    requested[each.key] = now
                     self._untaken.add(each.key)
                     self._wanted.put((folder, each))
             if waiting and not self._runs:

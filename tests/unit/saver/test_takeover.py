@@ -22,8 +22,10 @@ from tests.support.answers import server, serving
 from tests.support.driven_saver import Line
 from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, savers_of
-from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from tests.support.waiting import until
+from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings, saver
 from trinity_sync.client import commit_watcher
+from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.client.saver_control import (
     LOG,
     SERVED,
@@ -34,7 +36,7 @@ from trinity_sync.client.saver_control import (
 )
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting
-from trinity_sync.saver import Saver, is_left_to_stack
+from trinity_sync.saver import FlowRunRequests, Saver, is_left_to_stack
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.spool import WORKER, check_worker, try_run_lock
@@ -286,6 +288,26 @@ def test_the_flow_run_of_a_save_that_the_saver_has_committed_is_requested_nevert
         with CheckpointCoordinator(job.root, settings=hasty) as saves:
             saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
             assert requested.wait(60)
+
+
+def test_a_flow_run_that_is_gone_is_requested_again_while_its_save_waits(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    save = job.request(1)
+
+    def count_requests() -> int:
+        requests.want(job.spool.folder, [save])
+        return sum(save.key in body for _, body in asked)
+
+    with server({"": (201, json.dumps({"id": str(RUN)}))}, asked=asked) as url:
+        requests = FlowRunRequests(PrefectApi(settings, url), lambda: None)
+        until(count_requests, "the first request")
+        until(lambda: not requests._untaken, "its answer")
+        assert count_requests() == 1  # the run waits, too
+        assert not requests._untaken
+        monkeypatch.setattr(saver, "REQUEST_S", 0.0)
+        until(lambda: count_requests() > 1, "another request")
 
 
 @pytest.mark.parametrize("it_began", ["before the saver", "after the saver"])
