@@ -39,9 +39,9 @@ from trinity_sync.fs.direct_io import DIGEST, OnProgress, no_progress
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder, steps_on_disk
 from trinity_sync.remote.remote_root import CHUNK, Remote
-from trinity_sync.snapshot.identity import JobIdentity, open_identity, read_identity
+from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity, open_identity, read_identity
 from trinity_sync.storage.block_reuse import WORTHWHILE
-from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.job_settings import has_replicated, read_job_settings
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -252,12 +252,17 @@ def claim_remote(root: Path, remote: Remote) -> None:
 
     Raises:
         ConfigError: it has the steps of another job, or is in the root.
-        RemoteError: it cannot be read or written.
+        RemoteError: it cannot be read or written, or lacks what it had, as without its mount.
     """
     remote.require_outside(root)
     mine = read_identity(root)
     theirs = remote.read_identity()
     if theirs is None and mine:
+        if has_replicated(root, remote.url):
+            raise RemoteError(
+                f"{remote.url} has had steps of {root}, and lacks {IDENTITY_FILE} now: mount or "
+                f"restore it. To send all again, remove {root}/{PRIVATE_FOLDER}/stored"
+            )
         theirs = remote.create_identity(JobIdentity(mine, str(root)))
     if theirs and theirs.identity != mine:
         raise _make_error(root, remote, theirs)

@@ -33,6 +33,7 @@ from trinity_sync.errors import ConfigError, warn_once
 from trinity_sync.fs.atomic import (
     TRUSTED,
     is_trusted,
+    list_paths,
     make_folder,
     open_no_follow,
     read_uncached,
@@ -234,6 +235,13 @@ def is_replicated(root: str | Path, manifest: Manifest, url: str | None = None) 
     if record is None or (record.url, record.run) != (url, manifest.run):
         return False
     return "checkpoint" in record.kinds
+
+
+def has_replicated(root: str | Path, url: str) -> bool:
+    """Return whether a remote has had a step of a root, as far as it is recorded."""
+    paths = list_paths(_record_path(root, 0).parent, "*.json")
+    records = (read_record(_Stored, path, read_uncached) for path in paths)
+    return any(record and record.url == url for record in records)
 
 
 def needs_replication(root: str | Path, manifest: Manifest, url: str | None = None) -> bool:

@@ -347,6 +347,35 @@ def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(mac
     assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
 
 
+def test_nothing_counts_as_sent_to_a_remote_whose_mount_is_away(
+    machine: Make, tmp_path: Path
+) -> None:
+    one, store, away = machine("one"), tmp_path / "store", tmp_path / "away"
+    saves = one.train("first", 1, 2)
+    store.rename(away)
+    store.mkdir()  # the place of the mount, on another disk
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=r"lacks \.trinity_sync/identity\.json now: mount"):
+            one.open(run_key="second")
+    one.commit(saves, 3, sent=False)
+    with pytest.raises(RemoteError, match="mount"):
+        replicate_missing(saves.root, one.url)
+    with pytest.raises(RemoteError, match="mount"):
+        prune_remote(saves.root, one.url, Rules(parse_policy("last=1"), ALL))
+    assert not [*store.iterdir()]
+    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
+    assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
+    one.commit(saves, 4, sent=False)
+    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
+    assert [(step.step, why) for step, why in made.kept][:1] == [(3, NOT_REPLICATED)]
+    shutil.rmtree(store)
+    away.rename(store)
+    assert replicate_missing(saves.root, one.url) == [3, 4]
+    shutil.rmtree(store)  # on purpose
+    shutil.rmtree(saves.root / ".trinity_sync/stored")
+    assert replicate_missing(saves.root, one.url) == [3, 4]
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda file: file.write_text("{"), lambda file: file.chmod(0o666)],
