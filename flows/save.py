@@ -45,7 +45,7 @@ from trinity_sync.orchestration.recovery.flow_runs import WAITING, try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.pipeline.order import COMMIT, PERSIST, Driver, Part, drive
+from trinity_sync.pipeline.order import COMMIT, NODES, PERSIST, Driver, Part, drive
 from trinity_sync.pipeline.save import (
     Share,
     export_requested_models,
@@ -258,10 +258,12 @@ class FlowDriver(Driver):
                 raise error from late
 
     async def _find_nodes(self) -> None:
-        job = await run_in_thread(read_job_settings, self.request.root)
-        self._limit_s = job.rank_timeout_s
-        find = partial(await_node_shards, rank_timeout_s=self._limit_s)
-        self._nodes = [NodeSave(each) for each in await run_in_thread(find, self.request.save)]
+        nodes = await run_in_thread(NODES.repeat, self._await_nodes, self.request.run_name)
+        self._nodes = [NodeSave(each) for each in nodes]
+
+    def _await_nodes(self) -> Sequence[NodeShards]:
+        self._limit_s = read_job_settings(self.request.root).rank_timeout_s
+        return await_node_shards(self.request.save, rank_timeout_s=self._limit_s)
 
     async def _persist(self) -> None:
         await persist_images(self.request, self._nodes)

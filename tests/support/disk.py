@@ -1,6 +1,7 @@
 """What processes read from a disk, what they sync, and a disk or descriptors that are used up."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -82,6 +83,21 @@ def no_file_opens() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def no_opens_of(path: Path) -> Iterator[None]:
+    """A file cannot be opened within the block without a wait (EAGAIN): an error that passes.
+
+    This process holds a lease of it, as a file server does for a client that caches it.
+    """
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # which ends no process, unlike SIGIO
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(fd)
 
 
 def look(folder: Path) -> dict[str, tuple[int, int, bytes]]:

@@ -101,6 +101,7 @@ class Part:
         return call()
 
 
+NODES = Part("find_nodes", repeats_after=(1, 5, 15))
 PERSIST = Part("persist", repeats_after=(1, 5, 15))
 COMMIT = Part("commit", repeats_after=(1, 5, 15))
 UPLOAD = Part(
@@ -110,7 +111,7 @@ UPLOAD = Part(
     transient=lambda error: isinstance(error, RemoteError),  # a corrupted step stays so
 )
 ORDER = (
-    Part("find_nodes"),
+    NODES,
     PERSIST,
     COMMIT,
     Part(

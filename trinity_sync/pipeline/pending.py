@@ -155,11 +155,12 @@ def _read_commit(job: JobSpool, request: SaveRequest) -> Manifest | None:
         FormatError: another release has committed the step.
     """
     save = request.save
-    with suppress(CommitError):  # its run's file is torn: the save fails with that
+    with suppress(CommitError, OSError):  # its run's file is torn: the save fails with that
         refuse_other_job(save, job)
-    manifest = read_run_manifest(save.root, save.run, save.step)
-    if request.is_in(manifest) and (request.attempt == 1 or read_entry(request)):
-        return manifest
+    with suppress(OSError):
+        manifest = read_run_manifest(save.root, save.run, save.step)
+        if request.is_in(manifest) and (request.attempt == 1 or read_entry(request)):
+            return manifest
     return None
 
 

@@ -15,7 +15,7 @@ from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
 from trinity_sync.fs.atomic import NO_ROOM
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
-from trinity_sync.pipeline.order import COMMIT, PERSIST, UPLOAD, Driver, Follows, Part, drive
+from trinity_sync.pipeline.order import COMMIT, NODES, PERSIST, UPLOAD, Driver, Follows, Part, drive
 from trinity_sync.pipeline.several_nodes import (
     NodeRecord,
     await_commit,
@@ -322,9 +322,7 @@ class SaverDriver(Driver):
             drive(self).send(None)  # no part waits for an event loop
 
     async def _find_nodes(self) -> None:
-        request = self.request
-        self._limit_s = read_job_settings(request.root).rank_timeout_s
-        nodes = await_node_shards(request.save, rank_timeout_s=self._limit_s)
+        request, nodes = self.request, self._repeat(NODES, self._await_nodes)
         self._here = find_node(request, nodes, self._spool / request.job, self._node)
         self._nodes, self._shards, self.commits = nodes, nodes[self._here], self._here == 0
         if len(nodes) > 1 and not request.components:
@@ -337,6 +335,10 @@ class SaverDriver(Driver):
             raise SaveError(self.refusal)
         if self._together:
             write_node_record(request, self._here, NodeRecord())
+
+    def _await_nodes(self) -> Sequence[NodeShards]:
+        self._limit_s = read_job_settings(self.request.root).rank_timeout_s
+        return await_node_shards(self.request.save, rank_timeout_s=self._limit_s)
 
     async def _persist(self) -> None:
         shares = list_shares(self.request, self._shards, commits=self.commits)

@@ -1,6 +1,7 @@
 """What the flow of a save reports; the tasks themselves run in tests/integration."""
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from trinity_sync.pipeline.order import COMMIT, PERSIST, Part
 from trinity_sync.pipeline.save import find_follows
 from trinity_sync.saves.journal import Entry, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.job_settings import write_job_settings
+from trinity_sync.storage.job_settings import JobSettings, read_job_settings, write_job_settings
 from trinity_sync.storage.manifest import read_run_head
 
 
@@ -153,6 +154,24 @@ def test_a_run_whose_root_is_away_is_left_to_be_retried_and_marks_no_image(
     state = asyncio.run(flows.save.save_step.fn(SaveRequest(root=str(tmp_path), step=1, run=1)))
     assert (state.name, state.type.value) == ("Waiting for its root", "CRASHED")
     assert calls == ["find_nodes", "persist"]
+
+
+def test_a_record_that_cannot_be_read_for_a_moment_fails_no_run(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    driver = flows.save.FlowDriver(job.request(1))
+    monkeypatch.setattr(flows.save, "NODES", Part("find_nodes", repeats_after=(0,)))
+    fails = iter([OSError(errno.EIO, "a disk"), None])
+
+    def read(root: str) -> JobSettings:
+        if error := next(fails):
+            raise error
+        return read_job_settings(root)
+
+    monkeypatch.setattr(flows.save, "read_job_settings", read)
+    asyncio.run(driver._find_nodes())
+    assert [each.shards.ranks for each in driver._nodes] == [{"actor": (0,)}]
 
 
 def sample(name: str, **labels: str) -> float | None:

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from tests.support.command import invoke
-from tests.support.disk import no_file_opens
+from tests.support.disk import no_file_opens, no_opens_of
 from tests.support.forked import Program
 from tests.support.job import Job
-from tests.support.savers import await_that, end_savers, savers_of
+from tests.support.savers import await_that, end_savers, is_announced, savers_of, suspend_saver
 from tests.unit.saver.conftest import Make, Saves
 from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Settings
 from trinity_sync import saver as saver_module
@@ -33,6 +33,7 @@ from trinity_sync.errors import RootError, SaveError, SaveFailedError
 from trinity_sync.fs.atomic import walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
 from trinity_sync.pipeline.order import is_io_error
+from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting, commit_images, mark_images_failed
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import append
@@ -365,6 +366,21 @@ def test_a_failure_names_what_has_taken_the_place_of_a_record(
     call(saves, 2)
     with pytest.raises(SaveFailedError, match=str(record)):
         saves.wait_all(30)
+
+
+@pytest.mark.parametrize("name", ["runs/1.json", "placements/1.actor.json"])
+def test_a_save_is_begun_and_waits_while_a_record_cannot_be_read(
+    saves: Saves, job: Job, settings: Settings, name: str
+) -> None:
+    save(saves, 1).wait(60)
+    saver = suspend_saver(settings.spool)
+    with no_opens_of(job.root / PRIVATE_FOLDER / name):
+        save(saves, 2)
+        assert find_pending_saves(saves.spool, grace_s=0)
+        saver.resume()
+        await_that(lambda: is_announced(job, 2), "the saver begins it")
+    saves.wait_all(60)
+    assert saves.latest_step() == 2
 
 
 def test_a_saver_that_can_start_no_thread_commits_once_it_can(
