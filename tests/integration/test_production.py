@@ -177,7 +177,7 @@ def test_a_call_without_the_password_is_refused_and_it_is_written_nowhere(
     with CheckpointCoordinator(tmp_path / "job", settings=settings) as job:
         job.save(1, {"model": {"w": torch.zeros(10)}})
     run = ended(tmp_path / "job", 1, "checkpoint")
-    answer = httpx.post(f"{stack.api_url}/flow_runs/filter", json={})
+    answer = httpx.post(f"{stack.api_url}/flow_runs/filter", json={}, timeout=None)
     assert answer.status_code == 401
     env = {
         **services.build_environment(settings, StackSettings(), stack),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_sync.client.prefect_api import PrefectApi, ask_server
-from trinity_sync.client.prefect_connection import ANSWER_S, hide_password
+from trinity_sync.client.prefect_connection import hide_password
 from trinity_sync.client.saver_control import CONNECT_S, LOG, answers, list_savers
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.orchestration.package_paths import find_missing_deployments
@@ -456,7 +456,7 @@ def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout
     ``flows`` and ``tasks``, and must not import Ray before it has the token of the stack's cluster.
     """
     find = partial(find_missing_deployments, pool=stack.worker.pool)
-    if state.joined or not ask_server(settings, find, state.api_url):
+    if state.joined or not ask_server(settings, find, state.api_url, answer_s=timeout_s):
         return
     command = [sys.executable, "-m", "trinity_sync", "deploy"]
     env = services.build_environment(settings, stack, state)
@@ -482,12 +482,9 @@ def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout
 def _start_worker(
     settings: Settings, stack: StackSettings, state: StackState, timeout_s: float
 ) -> StackState:
-    pool, answer_s = stack.worker.pool, min(timeout_s, ANSWER_S)
-
     def read_online() -> set[str]:
-        return ask_server(
-            settings, lambda api: api.read_workers(pool), state.api_url, answer_s=answer_s
-        )
+        find = partial(PrefectApi.read_workers, pool=stack.worker.pool)
+        return ask_server(settings, find, state.api_url, answer_s=timeout_s)
 
     before = read_online()
     now = _start(services.start_worker, settings, stack, state)

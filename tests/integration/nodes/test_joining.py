@@ -79,9 +79,11 @@ def joined(
 def test_a_server_that_others_reach_asks_for_a_password_that_only_its_user_can_read(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
-    assert httpx.get(f"{head.api_url}/deployments/count").status_code == 401
+    assert httpx.get(f"{head.api_url}/deployments/count", timeout=None).status_code == 401
     user, _, password = head.environment["PREFECT_API_AUTH_STRING"].partition(":")
-    answer = httpx.post(f"{head.api_url}/deployments/count", auth=(user, password), json={})
+    answer = httpx.post(
+        f"{head.api_url}/deployments/count", auth=(user, password), json={}, timeout=None
+    )
     assert answer.status_code == 200
     invitation = machines[0].home / "join.json"
     assert stat.S_IMODE(invitation.stat().st_mode) == 0o600
