@@ -600,20 +600,26 @@ def read_run_manifest(
 ) -> Manifest | None:
     """Return what a run has committed of a step; ``ranks`` are as in `read_manifest`.
 
-    It is None if the run has committed nothing, or the manifest cannot be read.
+    It is None if the run has committed nothing, or the manifest is torn.
 
     Raises:
         FormatError: another release has committed the step.
+        OSError: the manifest cannot be read.
     """
-    with suppress(ManifestError, OSError):
+    with suppress(ManifestError):
         manifest = read_manifest(root, step, ranks=ranks)
         return manifest if manifest and manifest.run == run else None
     return None
 
 
 def read_run_head(root: str | Path, run: int, step: int) -> Manifest | None:
-    """Do as `read_run_manifest`, without the parts: those of thousands of ranks have the files."""
-    return read_run_manifest(root, run, step, ranks=())
+    """Do as `read_run_manifest`, without the parts: those of thousands of ranks have the files.
+
+    It is None also if the manifest cannot be read.
+    """
+    with suppress(OSError):
+        return read_run_manifest(root, run, step, ranks=())
+    return None
 
 
 def group_equal(records: Iterable[FileRecord]) -> list[list[FileRecord]]:

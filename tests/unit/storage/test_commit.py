@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import environment
-from tests.support.disk import no_file_above, noted_syncs
+from tests.support.disk import no_file_above, no_opens_of, noted_syncs
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from tests.support.steps import MODEL, save_foreign_step
@@ -33,6 +33,7 @@ from trinity_sync.fs.direct_io import RateLimit, digest_cached_file
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
+from trinity_sync.pipeline.save import export_requested_models
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, list_prunable_quarantine
 from trinity_sync.retention.removal import describe_steps
@@ -192,6 +193,22 @@ def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
     free_committed_slots(job.spool, job.save(3), written)
     assert job.spool.tickets() == ([], [])
     assert images <= require_committed(job.root, 3).images
+
+
+def test_an_image_that_comes_late_is_not_judged_by_a_manifest_that_cannot_be_read(job: Job) -> None:
+    job.stage(3, {"model": state(1)}, export="hf_model")
+    written = job.persist(3)
+    commit(job.save(3), written)
+    job.stagers.pop(0).close()
+    job.stage(3, {"model": state(1)})
+    with no_opens_of(job.root / "global_step_3/manifest.json"):
+        with pytest.raises(BlockingIOError):
+            free_committed_slots(job.spool, job.save(3), written)
+        with pytest.raises(BlockingIOError):
+            export_requested_models(job.request(3))
+    assert [each.failed for each in job.spool.tickets()[0]] == [False]
+    free_committed_slots(job.spool, job.save(3), written)
+    assert job.spool.tickets() == ([], [])
 
 
 def test_an_image_of_several_files_that_comes_late_joins_only_if_all_are_equal(
