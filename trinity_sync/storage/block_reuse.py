@@ -9,7 +9,6 @@ that other nodes may see, because the kernel does not know their readers. The ke
 a file has no name in the step any more, which a program that walks the step could still open.
 """
 
-import errno
 import os
 import stat
 import uuid
@@ -64,7 +63,7 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
     """Rename a spare file to a temporary path to write over; return whether there was one.
 
     The smallest file that is large enough is chosen, otherwise the largest. There is none for a
-    step that is a link to another file system.
+    step that is a link to another file system, nor where other users alone may rename it.
     """
     if nbytes < WORTHWHILE:
         return False
@@ -74,10 +73,8 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
             move(path, temporary)
         except FileNotFoundError:
             continue  # another writer was faster
-        except OSError as error:
-            if error.errno == errno.EXDEV:
-                return False
-            raise
+        except OSError:  # it is on another file system, or another user's: a new file is written
+            return False
         found = temporary.lstat()
         # other users could write the committed file
         own = found.st_uid == os.getuid() and not found.st_mode & 0o022
