@@ -136,18 +136,19 @@ def gather_images(
             for i in waiting
             if save.owns(i.ticket) or (save.is_of_step(i.ticket) and i.ticket.kind != save.kind)
         ]
-        manifest = None
+        manifest, is_known = None, False
         with suppress(ManifestError, OSError):  # read again the next time
             found_now = manifests.get()
             manifest = found_now if found_now and found_now.run == save.run else None
+            is_known = True
         overdue = clock() >= deadline or (not is_first and end.is_over())
         found = _select(shards, save, component, sealed, manifest, overdue)
         if not found.missing:
             return found.images, found.committed
         # perhaps a retry after its step was removed, or all but the weights of it
-        if is_first and not sealed and (manifest is None or manifest.removed):
+        if is_first and is_known and not sealed and (manifest is None or manifest.removed):
             refuse_removed(save)
-        is_first = False
+        is_first &= not is_known
         gone = [each for each in found.missing if each in later - found.awaited]
         if gone:  # a rank seals its steps in order, so these can no longer come
             raise EvictedError(

@@ -1,20 +1,24 @@
 """A save that waits for ranks looks for their images without reading all tickets each time."""
 
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.path_calls import watch_path_calls
+from tests.support.disk import no_opens_of
 from tests.support.job import Job
 from tests.support.steps import commit_files
-from trinity_sync.errors import MissingShardsError
+from trinity_sync.errors import MissingShardsError, RemovedStepError
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.storage.commit import free_committed_slots
 from trinity_sync.storage.uncommitted import gather_images
 
 LOOKS = 8
@@ -82,6 +86,20 @@ def test_a_commit_by_another_attempt_is_noticed(half: Job) -> None:
     assert not images
     assert [file.record.path for file in files] == ["actor/model_world_size_1_rank_0.pt"]
     assert (step_folder(half.root, 3) / files[0].record.path).exists()
+
+
+def test_a_retry_takes_no_step_for_removed_whose_manifest_cannot_be_read(job: Job) -> None:
+    job.stage(3, MODEL)
+    job.commit(3)
+    free_committed_slots(job.spool, job.save(3), job.persist(3))
+    with ExitStack() as held:
+        held.enter_context(no_opens_of(step_folder(job.root, 3) / MANIFEST))
+        late = looks(held.close)
+        images, files = gather_images(job.share, job.save(3), "model", 1.0, late)
+    assert (images, len(files)) == ([], 1)
+    shutil.rmtree(step_folder(job.root, 3))
+    with pytest.raises(RemovedStepError):
+        gather_images(job.share, job.save(3), "model", 1.0, looks())
 
 
 def test_a_change_within_the_same_tick_is_noticed(tmp_path: Path) -> None:
