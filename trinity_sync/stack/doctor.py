@@ -33,6 +33,7 @@ from trinity_sync.stack.services import StackState
 
 STALE_S = 600.0
 SKEW_S = 5.0
+LEAST_ROOM = 32 * 10**6
 SYSTEM_UID_MAX = 999
 CLEANED = "/tmp", "/var/tmp"
 LINGERING = Path("/var/lib/systemd/linger")
@@ -52,16 +53,17 @@ def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     is_alone = not embedded.uses_stack(settings, stack)
     if is_alone:
         yield Check("stack", "ok", "not used: savers commit all saves")
-    elif not list_missing_packages():
-        yield from _guard("prefect server", lambda: _check_server(settings, stack))
-        own = state or StackState()
-        yield from (problems := [*_guard("services", lambda: _check_services(own))])
-        if not problems:
-            yield from _guard("ray", lambda: _check_ray(settings, stack, own))
-            yield from _guard("access", lambda: _check_access(stack, own))
     else:
-        found = f"not installed in {sys.prefix}; server, worker and Ray are not checked"
-        yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
+        yield from _guard("prefect server", lambda: _check_server(settings, stack))
+        if list_missing_packages():
+            found = f"not installed in {sys.prefix}; its processes and Ray are not checked"
+            yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
+        else:
+            own = state or StackState()
+            yield from (problems := [*_guard("services", lambda: _check_services(own))])
+            if not problems:
+                yield from _guard("ray", lambda: _check_ray(settings, stack, own))
+                yield from _guard("access", lambda: _check_access(stack, own))
     yield from _guard("saver", lambda: _check_savers(settings, is_alone))
     if not is_alone:
         yield from _guard("home", lambda: _check_home(settings.home))
@@ -147,12 +149,14 @@ def _check_server(settings: Settings, stack: StackSettings) -> list[Check]:
 
 
 async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
-    version, own = await api.read_version(), importlib.metadata.version("prefect")
+    version = own = await api.read_version()
+    with suppress(importlib.metadata.PackageNotFoundError):  # a trainer's environment has none
+        own = importlib.metadata.version("prefect")
     is_same = version.split(".")[0] == own.split(".")[0]
     yield Check(
         "prefect server",
         "ok" if is_same else "warn",
-        f"version {version} at {api.find_server().ui_url}/api; the client's is {own}",
+        f"version {version} at {api.find_server().ui_url}/api" + f"; here: {own}" * (not is_same),
         "" if is_same else "run a server of the client's major version",
     )
     yield _check_clock(api.clock_skew)
@@ -249,7 +253,10 @@ def _check_savers(settings: Settings, is_alone: bool) -> Iterator[Check]:
 
 
 def _check_home(home: Path) -> Iterator[Check]:
-    """Warn of a home in a folder from which systemd-tmpfiles and the like remove old files."""
+    """Check the room for server and logs; warn of a home from which old files are removed."""
+    if home.is_dir() and (free := shutil.disk_usage(home).free) < LEAST_ROOM:
+        found = f"{format_bytes(free)} free in {home}: the server records nothing"
+        yield Check("home", "fail", found, "make room on its disk; saves go on until then")
     cleaned = [each for each in CLEANED if home.resolve().is_relative_to(each)]
     if cleaned and home.is_dir():
         found = (

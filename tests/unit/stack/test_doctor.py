@@ -1,5 +1,6 @@
 """What is wrong is found and comes with what to do; looking changes nothing."""
 
+import importlib.metadata
 import json
 import os
 import pwd
@@ -86,6 +87,37 @@ def test_a_server_that_wants_a_login_is_asked_with_it(committed: Job) -> None:
         assert found["prefect server"].todo.startswith(
             "Set PREFECT_API_AUTH_STRING to the server's"
         )
+
+
+def test_an_environment_without_the_stack_asks_its_server(
+    committed: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "list_missing_packages", lambda: ["prefect", "ray"])
+
+    def find_no_version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    pool = {"name": "trinity-sync", "type": "trinity-sync", "is_paused": True}
+    known = {
+        "/admin/version": (200, '"3.8.8"'),
+        "/work_pools/trinity-sync/": (200, "[]"),
+        "/work_pools/trinity-sync": (200, json.dumps(pool)),
+        "/flow_runs/count": (200, "3"),
+        "/deployments/filter": (200, "[]"),
+    }
+    with server(known) as url, environment({"PREFECT_API_URL": url}):
+        monkeypatch.setattr(importlib.metadata, "version", find_no_version)
+        found = checks(committed)
+    assert found["prefect server"].state == "ok"
+    assert "paused: work pool trinity-sync" in found["work pool"].found
+    assert (found["worker"].state, found["worker"].found) == ("fail", "0 online, 3 runs waiting")
+
+
+def test_a_home_without_room_fails(committed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    (committed.root / "no home").mkdir()
+    assert "home" not in checks(committed)
+    monkeypatch.setattr(doctor, "LEAST_ROOM", 1 << 62)
+    assert checks(committed)["home"].state == "fail"
 
 
 def test_a_home_in_a_folder_that_is_cleaned_is_a_warning(tmp_path: Path) -> None:
