@@ -121,7 +121,8 @@ def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep
         for each in found
         if each.state == "corrupted" and not each.manifest
     ]
-    if step is not None and not (manifests or rows):
+    if not (manifests or rows):
+        step = step or "latest"
         raise with_hint(
             CommitError(f"step {step} is not committed at {remote.url}"), f"trinity-sync ls {url}"
         )

@@ -493,5 +493,8 @@ def test_steps_in_a_remote_are_listed_and_verified(machine: Make) -> None:
     assert (found.exit_code, f"\tcorrupted\t{SHARD} has other bytes" in found.output) == (3, True)
     misspelled = invoke("verify", f"{one.url}s")
     assert (misspelled.exit_code, "no job has sent" in misspelled.stderr) == (2, True)
+    Remote(one.url).remove_step(1)
+    emptied = invoke("verify", one.url)
+    assert (emptied.exit_code, "step latest is not committed" in emptied.stderr) == (1, True)
     shutil.rmtree(saves.root)
     assert "jobs set" in invoke("show", "s3://bucket/job", "1").output
