@@ -83,7 +83,7 @@ def runs(
 def retry(root: Root, step: Step, output: Output = "table") -> None:
     """Run a failed save again: its flow run, as Retry in the Prefect UI does, or by the saver."""
     from trinity_sync.client.prefect_api import ask_server
-    from trinity_sync.client.prefect_connection import find_server, knows_server
+    from trinity_sync.client.prefect_connection import find_server
     from trinity_sync.client.saver_control import SaveTrigger, list_savers
     from trinity_sync.pipeline.pending import retry_images
     from trinity_sync.snapshot.spool import open_job_spool
@@ -105,7 +105,7 @@ def retry(root: Root, step: Step, output: Output = "table") -> None:
             f"trinity-sync runs {root} lists the saves that are known",
         )
     where = f"trinity-sync wait {root} {number}"
-    if save.flow_run and knows_server(settings):
+    if save.flow_run and save.attempts is not None:  # otherwise the server has it no longer
         run = UUID(save.flow_run)
         ask_server(settings, lambda api: api.retry_flow_run(run))
         where = save.url or where

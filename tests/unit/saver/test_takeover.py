@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from uuid import UUID
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from tests.support.answers import server, serving
+from tests.support.command import invoke
 from tests.support.driven_saver import Line
 from tests.support.job import Job
 from tests.support.savers import await_that, is_announced, savers_of
@@ -38,10 +40,12 @@ from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import FlowRunRequests, Saver, is_left_to_stack
 from trinity_sync.saves.journal import append, read_entry
+from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.spool import WORKER, check_worker, try_run_lock
 from trinity_sync.storage.commit import acquire_commit_lock
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.restore import load_states
 
 AWAY = "http://127.0.0.1:9/api"
@@ -308,6 +312,27 @@ def test_a_flow_run_that_is_gone_is_requested_again_while_its_save_waits(
         assert not requests._untaken
         monkeypatch.setattr(saver, "REQUEST_S", 0.0)
         until(lambda: count_requests() > 1, "another request")
+
+
+def test_a_failed_save_whose_flow_run_is_gone_is_retried_by_the_saver(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = settings.model_copy(update={"saver_after_s": 0.2})
+    command = partial(invoke, env=settings.to_variables())
+    write_job_settings(job.root, {"on_nonfinite": "refuse"})
+    with server({"/flow_runs/filter": (200, "[]"), **TAKEN}) as url:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        with CheckpointCoordinator(job.root, settings=hasty) as saves:
+            saves.save(1, {"model": {"w": torch.tensor(math.nan)}})
+            with pytest.raises(SaveFailedError):
+                saves.wait_all(60)
+            ((image,), _) = job.spool.tickets()
+            request = SaveRequest(**vars(image.ticket.save))
+            append(request, "failed", "as its worker tells", url=f"{url}/{RUN}", start=1)
+            write_job_settings(job.root, {"on_nonfinite": "warn"})
+            retried = command("retry", job.root, 1)
+            assert retried.exit_code == 0, retried.output
+            assert command("wait", job.root, 1).exit_code == 0
 
 
 @pytest.mark.parametrize("it_began", ["before the saver", "after the saver"])
