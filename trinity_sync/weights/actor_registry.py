@@ -8,6 +8,7 @@ newer version; the bytes never enter its process.
 The module does not import torch, which saves the tasks' processes seconds of import.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -69,6 +70,9 @@ class ActorRegistry(Registry):
             answer = self._actor.wait_newer.remote(than, left_s, readable=True)
             try:
                 return self._note_root(await answer)
+            except asyncio.CancelledError:
+                ray.cancel(answer)  # it would wait on there, where only so many calls may wait
+                raise
             except ray.exceptions.RayError as error:
                 self._switch_actor(error)
 

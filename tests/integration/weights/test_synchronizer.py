@@ -1,5 +1,6 @@
 """The Synchronizer on real Ray."""
 
+import asyncio
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from tests.integration.weights.conftest import ASK_S, ask
 from tests.support.steps import commit_files
 from tests.support.waiting import until
-from trinity_sync import ConfigError, Synchronizer, WeightSyncError
+from trinity_sync import ConfigError, Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.weights.state_files import read_address
+from trinity_sync.weights.sync_barrier import SyncSettings
 from trinity_sync.weights.versions import ImageRef, Version
 
 
@@ -120,6 +122,25 @@ def test_a_commit_wakes_a_wait_of_the_synchronizer(synchronizer: Any, root: Path
     waiting = synchronizer.wait_newer.remote(0, None)
     commit_files(root, 4, kind="state_dict")
     assert ask(waiting) == version(root.resolve(), 4, source="checkpoint")
+
+
+def test_a_wait_that_its_caller_gives_up_does_not_stay_in_the_actor(
+    ray_node: None, root: Path, namespace: str
+) -> None:
+    small = ray.remote(Synchronizer).options(max_concurrency=3)
+    actor = small.remote(str(root), "synchronizer-small", namespace, SyncSettings())
+    reader = WeightReader(actor, name="reader", root=root)
+
+    async def give_up() -> None:
+        for _ in range(4):
+            wait = asyncio.create_task(reader.wait_newer())
+            await asyncio.sleep(0)  # it has sent its call
+            wait.cancel()
+            await asyncio.wait([wait])
+
+    asyncio.run(give_up())
+    assert ask(actor.publish.remote(version(root, 5))) is True
+    ray.kill(actor)
 
 
 def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> None:
