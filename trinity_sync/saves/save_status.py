@@ -18,7 +18,7 @@ from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
 from trinity_sync.saves.journal import Entry
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.identity import SaveId, explain_away
+from trinity_sync.snapshot.identity import explain_away
 from trinity_sync.snapshot.spool import JobSpool, SealedImage, mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
@@ -267,26 +267,16 @@ def compare_late_images(spool: JobSpool, request: SaveRequest) -> None:
 def end_images(
     spool: JobSpool, request: SaveRequest, reason: str, *, limit_s: float = math.inf
 ) -> None:
-    """Mark the images of a save that has failed, as `mark_failed`; it drops its request.
+    """Mark the images of a save that has failed, so that they are evicted first; drop its request.
 
-    If the save is committed, and what follows has failed, they are compared with the commit.
+    With a ``limit_s``, images that are marked, or held for so long by what persists them, stay. If
+    the save is committed, and what follows has failed, they are compared with the commit.
     """
-    committed = False
     with suppress(OSError, TrinitySyncError):
-        committed = request.is_committed
-    if committed:
-        compare_late_images(spool, request)
-    else:
-        mark_failed(spool, request.save, reason, limit_s=limit_s)
-
-
-def mark_failed(spool: JobSpool, save: SaveId, reason: str, *, limit_s: float = math.inf) -> None:
-    """Mark the images of a save as failed, so that they are evicted first; drop its request.
-
-    With a ``limit_s``, images that are marked, or held for so long by what persists them, stay.
-    """
-    images = spool.read_save(save)  # first: it may be of another release
-    remove_request(spool, save)
+        if request.is_committed:
+            return compare_late_images(spool, request)
+    images = spool.read_save(request.save)  # first: it may be of another release
+    remove_request(spool, request.save)
     for sealed in images:
         if limit_s == math.inf or not sealed.failed:
             try:

@@ -17,7 +17,7 @@ from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync import Checkpoints
 from trinity_sync.formats.hf_export import fail_export_request
 from trinity_sync.saves.journal import append
-from trinity_sync.saves.save_status import mark_failed
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import job_id, register_root
 from trinity_sync.storage.discovery import require_committed
@@ -34,7 +34,7 @@ def saves(job: Job) -> Job:
         job.stage(step, {"model": {"w": torch.full((4,), step)}})
         if step == 10:
             job.commit(step)
-    mark_failed(job.spool, job.save(20), "no space left on device")
+    end_images(job.spool, job.request(20), "no space left on device")
     return job
 
 
@@ -134,7 +134,7 @@ def test_ls_shows_a_committed_step_next_to_the_save_that_failed_to_replace_it(sa
     open_run(saves.root, "second", 5)
     tag(saves.root, 10, "best")
     saves.stage(10, {"model": {"w": torch.zeros(4)}}, run=2)
-    mark_failed(saves.spool, saves.save(10, run=2), "no space left on device")
+    end_images(saves.spool, saves.request(10, run=2), "no space left on device")
     rows = rows_of(run(saves, "ls", saves.root, "-o", "json"), "steps")
     assert [(row["run"], row["status"], row["tags"]) for row in rows if row["step"] == 10] == [
         (2, "failed", []),

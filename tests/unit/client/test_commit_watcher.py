@@ -40,7 +40,7 @@ from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
 from trinity_sync.saves.journal import Journal, append
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import PendingSave, mark_failed
+from trinity_sync.saves.save_status import PendingSave, end_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
@@ -249,7 +249,7 @@ def test_a_save_whose_root_is_gone_fails_for_the_reason_that_its_images_have(job
     watcher.follow(request)
     with pytest.raises(SaveTimeoutError):
         watcher.wait(time.monotonic() + 2 * CARE_S)
-    mark_failed(job.spool, request.save, "its run was cancelled")
+    end_images(job.spool, request, "its run was cancelled")
     (failure,) = watcher.wait(time.monotonic() + 30)
     assert failure.endswith("was not committed: its run was cancelled")
     assert not job.root.exists()

@@ -20,7 +20,7 @@ from trinity_sync.client.prefect_api import FlowRun, State
 from trinity_sync.layout import MANIFEST, attaching_folder, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.recovery.reconcile import GRACE_S, reconcile
-from trinity_sync.saves.save_status import mark_failed
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import open_job_spool
@@ -270,7 +270,7 @@ def test_memory_of_a_job_that_is_away_is_left_and_named_while_it_has_an_image(
 
 def test_a_failed_save_whose_image_waits_is_named(job: Job, settings: Settings) -> None:
     job.stage(1, {"model": {"w": torch.ones(10)}})
-    mark_failed(job.spool, job.save(1), "disk full")
+    end_images(job.spool, job.request(1), "disk full")
     (finding,) = run(job, settings)
     assert finding.state == "left"
     assert "model of step 1" in finding.what

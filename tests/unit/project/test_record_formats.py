@@ -39,7 +39,7 @@ from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import fetch_newest
 from trinity_sync.remote.upload import replicate
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import mark_failed
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import open_identity, read_identity, register_root
 from trinity_sync.snapshot.spool import get_job_spool, open_job_spool
@@ -184,7 +184,7 @@ SPOOL_USES: dict[str, Callable[[Scene], object]] = {
     "the stack looks for images": lambda at: at.job.spool.tickets(),
     "the flow opens it": lambda at: get_job_spool(at.job.spool.folder, at.job.save(4)),
     "the flow writes": lambda at: at.job.persist(4, rank_timeout_s=3600),
-    "a save is marked": lambda at: mark_failed(at.job.spool, at.job.save(4), "it was cancelled"),
+    "a save is marked": lambda at: end_images(at.job.spool, at.job.request(4), "it was cancelled"),
     "weights are found": lambda at: list(at.job.spool.list_versions("actor")),
     "weights are read": lambda at: SlotReader(Path(at.version.images[0].slot)).try_lock(
         at.version.images[0].image

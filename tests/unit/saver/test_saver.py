@@ -526,7 +526,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(pipeline, "await_node_shards", fail)
-    monkeypatch.setattr(save_status, "mark_failed", is_full)
+    monkeypatch.setattr(save_status, "remove_request", is_full)
     request = job.request(1)
     saver = Saver(settings.spool, NodeWriting(nice=0))
     saver._saves[request.key] = threading.current_thread()

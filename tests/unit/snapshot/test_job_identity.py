@@ -19,7 +19,8 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import CommitError, SpoolFullError
 from trinity_sync.fs.file_system import find_room
 from trinity_sync.layout import job_id_of
-from trinity_sync.saves.save_status import mark_failed
+from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import IDENTITY_FILE, job_id, open_identity, read_identity
 from trinity_sync.snapshot.slot import Slot
@@ -100,7 +101,8 @@ def test_a_training_that_begins_where_another_was_commits_its_own_states(
     train(root, server, 20, 1.0)
     if state == "failed":
         for spool in list_job_spools(settings.spool):
-            mark_failed(spool, spool.tickets()[0][0].ticket.save, "the disk was full")
+            save = spool.tickets()[0][0].ticket.save
+            end_images(spool, SaveRequest(**vars(save)), "the disk was full")
     if state == "pending":
         server.runs.clear()
     leave(root, how)

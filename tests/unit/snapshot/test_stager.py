@@ -26,7 +26,7 @@ from tests.support.meanwhile import when_opened
 from tests.support.waiting import WAIT_S
 from trinity_sync.errors import ImageError, SpoolError, SpoolFullError
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.saves.save_status import mark_failed
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import mark_image_failed, open_job_spool
@@ -101,7 +101,7 @@ def test_an_image_whose_save_failed_is_evicted_at_once_and_loudly(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.stage(1, {"model": {"w": torch.zeros(3)}})
-    mark_failed(job.spool, job.save(1), "the disk is full")
+    end_images(job.spool, job.request(1), "the disk is full")
     job.stage(2, {"model": {"w": torch.zeros(3)}})
     with caplog.at_level(logging.WARNING):
         staged = job.stage(3, {"model": {"w": torch.ones(3)}})
@@ -450,7 +450,7 @@ def test_an_evicted_image_leaves_nothing_if_no_other_takes_its_place(job: Job) -
     job.stagers[0] = Stager(job.spool, slots=1)
     states = {"model": {"w": torch.zeros(3)}, "optim": {"s": torch.ones(3)}}
     job.stage(1, states)
-    mark_failed(job.spool, job.save(1), "the disk is full")
+    end_images(job.spool, job.request(1), "the disk is full")
     first = job.spool.slot("actor", "model", 0, 0)
     temporary = first.with_name(f"{first.name}.ticket.tmp")
     with when_opened(temporary, full), pytest.raises(SpoolError, match="No space left"):
@@ -525,7 +525,7 @@ def test_the_failure_of_a_save_is_never_noted_at_the_image_of_a_later_save(job: 
     evict = partial(job.stage, 3, {"model": {"w": torch.ones(10)}})
     mark = failure_path(slot)
     with when_opened(mark.with_name(mark.name + TEMPORARY_SUFFIX), evict):
-        mark_failed(job.spool, job.save(1), "its disk was full")
+        end_images(job.spool, job.request(1), "its disk was full")
     assert {s.ticket.step: s.failed for s in job.spool.tickets()[0]} == {1: True, 3: False}
 
 

@@ -38,7 +38,7 @@ from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, list_prunable_quarantine
 from trinity_sync.retention.removal import describe_steps
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import mark_failed
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.snapshot import packed
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
@@ -350,7 +350,7 @@ def test_an_image_is_marked_as_failed_with_its_whole_reason_or_with_none_until_i
     job.stage(1, {"model": state(1)})
     (image,) = job.spool.tickets()[0]
     with no_file_above(4):
-        mark_failed(job.spool, job.save(1), "the disk was full")
+        end_images(job.spool, job.request(1), "the disk was full")
     assert image.failed
     assert failure_path(image.slot).read_text() == ""
     job.persist(1)
