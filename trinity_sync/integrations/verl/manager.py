@@ -39,6 +39,21 @@ from trinity_sync.storage.restore import require_digests
 logger = logging.getLogger(__name__)
 
 
+def split_step_path(local_path: str, global_step: int) -> tuple[Path, str]:
+    """Return root and role of a path of a step.
+
+    Raises:
+        ConfigError: it has another form, or is that of another step.
+    """
+    root, step, role = split_role_path(Path(local_path).resolve())
+    if step != global_step:
+        raise ConfigError(
+            f"checkpoint path {str(local_path)!r} is that of step {step}, but global_step is "
+            f"{global_step}; pass the same step in both"
+        )
+    return root, role
+
+
 class ManagerOfPaths:
     """Base of managers that are called with paths ``<root>/global_step_<N>/<role>``.
 
@@ -52,16 +67,6 @@ class ManagerOfPaths:
 
     def _is_new(self, component: str, step: int) -> bool:
         return self._saved.get(component) != step
-
-    def _split_path(self, local_path: str, global_step: int) -> tuple[Path, str]:
-        """Return root and role of a path of a step."""
-        root, step, role = split_role_path(Path(local_path).resolve())
-        if step != global_step:
-            raise ConfigError(
-                f"checkpoint path {str(local_path)!r} is that of step {step}, but global_step is "
-                f"{global_step}; pass the same step in both"
-            )
-        return root, role
 
     def _get_coordinator(self, root: Path) -> CheckpointCoordinator:
         if self._coordinator is None:
@@ -140,7 +145,7 @@ class CommitsDriverFiles(ManagerOfPaths):
         The path may be the step's folder. In `attaching_folder`, it names the folder of the files.
         """
         if local_path is not None:
-            root, role = self._split_path(str(_role_folder(Path(local_path))), global_step)
+            root, role = split_step_path(str(_role_folder(Path(local_path))), global_step)
             given = step_folder(root, global_step)
             is_attached = root.parts[-3:-1] == attaching_folder("").parts
             root = root.parents[2] if is_attached else root

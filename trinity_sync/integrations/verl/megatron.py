@@ -31,7 +31,12 @@ from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ran
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.import_hooks import replace_attributes
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
-from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths, collect_files
+from trinity_sync.integrations.verl.manager import (
+    CommitsDriverFiles,
+    ManagerOfPaths,
+    collect_files,
+    split_step_path,
+)
 
 CONTENTS = "ckpt_contents.json"
 FOLDERS = {
@@ -104,7 +109,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         """
         if local_path is None:
             return None
-        root, role = self._split_path(local_path, global_step)
+        root, role = split_step_path(local_path, global_step)
         coordinator = self._get_coordinator(root)
         if not self._is_new("checkpoint", global_step):
             return None

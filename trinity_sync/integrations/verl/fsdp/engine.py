@@ -17,7 +17,7 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
     collect_metadata,
     get_model_state_to_stage,
 )
-from trinity_sync.layout import split_role_path
+from trinity_sync.integrations.verl.manager import split_step_path
 
 
 def use_trinity_sync(
@@ -82,12 +82,7 @@ def fsdp_save_state_dict(
     """
     if local_path is None:
         return None
-    _, step, role = split_role_path(local_path)
-    if step != global_step:
-        raise ConfigError(
-            f"path {local_path!r} is that of step {step}, but global_step is {global_step}; "
-            "pass the same step in both"
-        )
+    _, role = split_step_path(local_path, global_step)
     manager: Any = getattr(engine, "checkpoint_manager", None)
 
     def collect() -> dict[str, Any]:
@@ -96,9 +91,9 @@ def fsdp_save_state_dict(
 
     states = {"model": _on_device(engine, collect)}
     metadata = collect_metadata(engine.module, getattr(manager, "processing_class", None))
-    staged = coordinator.save(step, states, role=role, kind="state_dict", metadata=metadata)
+    staged = coordinator.save(global_step, states, role=role, kind="state_dict", metadata=metadata)
     if staged.components:
-        _log_staged(logger, step, "submitted", staged)
+        _log_staged(logger, global_step, "submitted", staged)
     return staged
 
 

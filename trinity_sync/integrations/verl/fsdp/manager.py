@@ -39,7 +39,11 @@ from trinity_sync.integrations.verl.fsdp.state_dict import (
     unwrap_model,
     use_sharded_state_dicts,
 )
-from trinity_sync.integrations.verl.manager import CommitsDriverFiles, ManagerOfPaths
+from trinity_sync.integrations.verl.manager import (
+    CommitsDriverFiles,
+    ManagerOfPaths,
+    split_step_path,
+)
 from trinity_sync.layout import MANIFEST, Kind, shard_file, split_role_path
 from trinity_sync.snapshot.identity import Export
 from trinity_sync.snapshot.stager import is_torch_optimizer
@@ -133,7 +137,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         """
         if local_path is None:
             return None
-        root, role = self._split_path(local_path, global_step)
+        root, role = split_step_path(local_path, global_step)
         self._require(model=self.should_save_model, optimizer=self.should_save_optimizer)
         coordinator = self._get_coordinator(root)
         self.previous_global_step = global_step
@@ -180,7 +184,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         """
         if local_path is None:
             return None
-        root, role = self._split_path(local_path, global_step)
+        root, role = split_step_path(local_path, global_step)
         if not self._saved and self.initial_version is None:
             self.initial_version = global_step
         if not self._is_new("model", global_step) or self.initial_version == global_step:
