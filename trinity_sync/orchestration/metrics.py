@@ -176,6 +176,11 @@ RECHECK_S = 600.0
 """Seconds after which corruption marks are looked up again: each is a request."""
 
 
+def _make_gauge(name: str, text: str, *others: str) -> GaugeMetricFamily:
+    """Return a gauge with a label for the job, and ``others``."""
+    return GaugeMetricFamily(name, text, labels=["job", *others])
+
+
 class SpoolCollector(Collector):
     """Images that wait in the spool of this node, images that were lost, and free memory."""
 
@@ -184,13 +189,9 @@ class SpoolCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Read the spool."""
-        pending = GaugeMetricFamily(
-            "trinity_sync_pending_images", "Sealed images that are not committed", labels=["job"]
-        )
-        age = GaugeMetricFamily(
-            "trinity_sync_pending_age_seconds",
-            "Seconds since the oldest of them was sealed",
-            labels=["job"],
+        pending = _make_gauge("trinity_sync_pending_images", "Sealed images that are not committed")
+        age = _make_gauge(
+            "trinity_sync_pending_age_seconds", "Seconds since the oldest of them was sealed"
         )
         try:
             for job in list_job_spools(self._spool):
@@ -202,11 +203,11 @@ class SpoolCollector(Collector):
         except (OSError, TrinitySyncError) as error:
             logger.warning("cannot read the spool %s for metrics: %s", self._spool, error)
         yield from (pending, age)
-        free = GaugeMetricFamily(
-            "trinity_sync_spool_free_bytes", "Free bytes of the file system of the spool"
+        yield GaugeMetricFamily(
+            "trinity_sync_spool_free_bytes",
+            "Free bytes of the file system of the spool",
+            value=self._read_free_bytes(),
         )
-        free.add_metric([], self._read_free_bytes())
-        yield free
 
     def _read_free_bytes(self) -> int:
         """Return the free bytes where the spool is, or will be after the first save."""
@@ -297,24 +298,20 @@ class RootObserver(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return what was observed last."""
-        corrupted = GaugeMetricFamily(
-            "trinity_sync_corrupted_steps", "Steps on disk that are corrupted", labels=["job"]
-        )
-        free = GaugeMetricFamily(
-            "trinity_sync_root_free_bytes", "Free bytes of the root's file system", labels=["job"]
-        )
-        lag = GaugeMetricFamily(
+        corrupted = _make_gauge("trinity_sync_corrupted_steps", "Steps on disk that are corrupted")
+        free = _make_gauge("trinity_sync_root_free_bytes", "Free bytes of the root's file system")
+        lag = _make_gauge(
             "trinity_sync_reader_lag_steps",
             "Steps that a reader is behind the newest version of the weights",
-            labels=["job", "reader"],
+            "reader",
         )
-        failed = GaugeMetricFamily(
-            "trinity_sync_failed_saves", "Saves that failed since the newest commit", labels=["job"]
+        failed = _make_gauge(
+            "trinity_sync_failed_saves", "Saves that failed since the newest commit"
         )
-        recorded = GaugeMetricFamily(
+        recorded = _make_gauge(
             "trinity_sync_step_metric",
             "Metrics that the run recorded for its newest step",
-            labels=["job", "metric"],
+            "metric",
         )
         for each in self._observed.values():
             corrupted.add_metric([each.job], each.corrupted)

@@ -68,7 +68,7 @@ def describe_commit(request: SaveRequest, manifest: Manifest, written: Sequence[
     return "\n\n".join(
         [
             f"### {request.flow_run_name}: committed",
-            _make_table(*_split_header(rows)),
+            _make_properties(rows),
             "Next: " + " · ".join(f"`{command}`" for command in commands),
             "#### By component and node",
             _make_table(("component", "node", "files", "bytes", "speed"), _sum_up(own)),
@@ -117,7 +117,7 @@ def describe_failure(request: SaveRequest, failure: SaveFailure) -> str:
     parts = [
         f"### {request.flow_run_name}: {failure.outcome}",
         "\n".join(f"> {line}" for line in failure.reason.strip().splitlines()),
-        _make_table(*_split_header(rows)),
+        _make_properties(rows),
     ]
     if failure.tasks:
         rows_of_tasks = [
@@ -220,10 +220,10 @@ def _make_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str
     return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
 
 
-def _split_header(rows: Mapping[str, str]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Return the first row, which becomes the header that markdown requires, and the others."""
+def _make_properties(rows: Mapping[str, str]) -> str:
+    """Return a table of two columns, whose first row is the header that markdown requires."""
     first, *others = rows.items()
-    return first, list(others)
+    return _make_table(first, others)
 
 
 def _escape(cell: object) -> str:
