@@ -476,7 +476,7 @@ class CallableSaver:
         try:
             thread.start()
         except RuntimeError as error:  # what waits for the function is told
-            write_status(self._spool, replace(status, state="failed", error=describe_error(error)))
+            self._write_failure(status, error)
             raise
         self._threads[name] = thread
 
@@ -515,9 +515,7 @@ class CallableSaver:
                 try:
                     save_fn()
                 except Exception as error:
-                    write_status(
-                        self._spool, replace(status, state="failed", error=describe_error(error))
-                    )
+                    self._write_failure(status, error)
                     return error
                 seconds = time.monotonic() - start
                 after = _files_below(save.folder)
@@ -529,10 +527,11 @@ class CallableSaver:
                 return None
         except BaseException as error:
             with suppress(OSError):  # the caller is told
-                write_status(
-                    self._spool, replace(status, state="failed", error=describe_error(error))
-                )
+                self._write_failure(status, error)
             raise
+
+    def _write_failure(self, status: CallableStatus, error: BaseException) -> None:
+        write_status(self._spool, replace(status, state="failed", error=describe_error(error)))
 
 
 def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:

@@ -95,16 +95,9 @@ class SaveRequest(BaseModel):
     @property
     def save(self) -> SaveId:
         """The save, as tickets and commits name it."""
-        return SaveId(
-            self.root,
-            self.run,
-            self.run_key,
-            self.step,
-            self.kind,
-            self.roles,
-            identity=self.identity,
-            attempt=self.attempt,
-        )
+        of_run = self.root, self.run, self.run_key
+        of_step = self.step, self.kind, self.roles
+        return SaveId(*of_run, *of_step, identity=self.identity, attempt=self.attempt)
 
     def is_in(self, manifest: Manifest | None) -> bool:
         """Return whether a step is committed with this save, of all roles, by its run."""
