@@ -56,8 +56,7 @@ from trinity_sync.pipeline.save import (
 from trinity_sync.pipeline.several_nodes import await_commit
 from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.storage.job_settings import read_job_settings
-from trinity_sync.storage.placement import NodeShards, await_node_shards
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.uncommitted import Persisted
 
 T = TypeVar("T")
@@ -260,10 +259,6 @@ class FlowDriver(Driver):
     async def _find_nodes(self) -> None:
         nodes = await run_in_thread(NODES.repeat, self._await_nodes, self.request.run_name)
         self._nodes = [NodeSave(each) for each in nodes]
-
-    def _await_nodes(self) -> Sequence[NodeShards]:
-        self._limit_s = read_job_settings(self.request.root).rank_timeout_s
-        return await_node_shards(self.request.save, rank_timeout_s=self._limit_s)
 
     async def _persist(self) -> None:
         await persist_images(self.request, self._nodes)

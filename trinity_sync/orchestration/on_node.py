@@ -279,8 +279,7 @@ def prune_after_commit(request: SaveRequest) -> None:
     """Remove older steps after a save, see `pipeline.save.prune_after_commit`."""
     settings, stack = read_settings()
     done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
-    removed = done.changed
-    try_mirror(settings, request.root, removed, stack)
+    try_mirror(settings, request.root, done.changed, stack)
 
 
 def read_settings() -> tuple[Settings, StackSettings]:

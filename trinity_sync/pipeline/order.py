@@ -7,13 +7,15 @@ what an error stops: `ORDER` does, for all drivers.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from trinity_sync.errors import RemoteError, RemovedStepError, RootAwayError, is_of_stack
 from trinity_sync.fs.atomic import WRONG_KIND
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.placement import NodeShards, await_node_shards
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,10 @@ class Driver:
     def log_error(self, text: str) -> None:
         """Log what has failed."""
         logger.error("%s", text)
+
+    def _await_nodes(self) -> Sequence[NodeShards]:
+        self._limit_s = read_job_settings(self.request.root).rank_timeout_s
+        return await_node_shards(self.request.save, rank_timeout_s=self._limit_s)
 
     async def _tell_commit(self) -> None:
         """Report a commit before what follows; the saver reports when all has ended."""

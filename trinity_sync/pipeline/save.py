@@ -36,7 +36,7 @@ from trinity_sync.storage.commit import commit, free_committed_slots, remove_unc
 from trinity_sync.storage.job_settings import read_job_settings, read_set_job_settings
 from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_manifest
 from trinity_sync.storage.persist import WriteOptions, persist
-from trinity_sync.storage.placement import NodeShards, await_node_shards
+from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.runs import refuse_other_job
 from trinity_sync.storage.save_functions import await_callable_saves
 from trinity_sync.storage.save_timing import refuse_removed
@@ -335,10 +335,6 @@ class SaverDriver(Driver):
             raise SaveError(self.refusal)
         if self._together:
             write_node_record(request, self._here, NodeRecord())
-
-    def _await_nodes(self) -> Sequence[NodeShards]:
-        self._limit_s = read_job_settings(self.request.root).rank_timeout_s
-        return await_node_shards(self.request.save, rank_timeout_s=self._limit_s)
 
     async def _persist(self) -> None:
         shares = list_shares(self.request, self._shards, commits=self.commits)
