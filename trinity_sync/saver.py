@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 BEGUN = ".begun.json"
 """Suffix of the requests, in the folder of a job, of saves that a saver has begun, with a line feed
 for each saver that has not ended it."""
-STARTS = 2
+MOST_KILLS = 2
 """Savers that are killed within a save, such as by a memory limit, after which it fails."""
 ALONE_S = 60.0
 """Seconds for which a save that may have killed a saver waits for the others, and they for it."""
@@ -167,7 +167,7 @@ class WaitingSave:
     request: SaveRequest
     over: Entry | None = None
     """What has begun it before, as its journal tells."""
-    starts: int = 0
+    kills: int = 0
     """Number of savers that were killed within it."""
 
     def is_due(self, job: JobSpool, late: Collection[str], within_s: float) -> bool:
@@ -362,13 +362,13 @@ class Saver:
             self._waiting[job.folder] = waits and after_s < math.inf
             known = {*saving, *self._saves, *self._failed}
             new = [each for each in [*due, *begun.values()] if each.request.key not in known]
-            self._repeated += [each for each in new if each.starts]
+            self._repeated += [each for each in new if each.kills]
             if self._alone in self._saves and time.monotonic() < self._alone_until:
                 return
         for save in new:
             if after_s == math.inf and save.over and save.over.is_left:
                 self._refuse(save.request, save.over)
-            elif not save.starts:
+            elif not save.kills:
                 self._begin(save)
 
     def _begin(self, save: WaitingSave) -> None:
@@ -377,13 +377,13 @@ class Saver:
             thread.start()
             self._saves[save.request.key] = thread
 
-    def _find_save(self, job: JobSpool, request: SaveRequest, starts: int = 0) -> WaitingSave:
+    def _find_save(self, job: JobSpool, request: SaveRequest, kills: int = 0) -> WaitingSave:
         """Return a save with what has begun it, as the journal of its run tells."""
         name = job.folder, request.save.run_label
         journal = self._journals[name] = self._journals.get(name) or Journal.of(request)
         with suppress(OSError):  # the save tells why
             journal.read()
-        return WaitingSave(request, journal.find(request.key), starts)
+        return WaitingSave(request, journal.find(request.key), kills)
 
     def _read_begun(self, job: JobSpool) -> dict[str, WaitingSave]:
         """Return the saves that a saver had begun when it was killed, by key.
@@ -440,15 +440,15 @@ class Saver:
 
     def _save(self, save: WaitingSave) -> None:
         """Save, in the place of what has begun it before."""
-        request, over, starts = save.request, save.over, save.starts
+        request, over, kills = save.request, save.over, save.kills
         lower_thread_priority(self._writing.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
         begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
-        content = request.model_dump_json() + "\n" * starts  # what follows a commit has no images
-        if starts >= STARTS:
+        content = request.model_dump_json() + "\n" * kills  # what follows a commit has no images
+        if kills >= MOST_KILLS:
             driver.refusal = (
-                f"{starts} savers were killed while they saved it, perhaps by a memory limit (see "
+                f"{kills} savers were killed while they saved it, perhaps by a memory limit (see "
                 "dmesg): raise that, and save the step again"
             )
         why = over.message if over and over.is_left else ""

@@ -114,7 +114,7 @@ def retry(root: Root, step: Step, output: Output = "table") -> None:
             find_server(settings.home, None)  # otherwise nothing would save it
         spool = open_job_spool(settings.spool, root)
         retry_images(spool, *save.save)
-        SaveTrigger(settings).begin(spool.folder.name)
+        SaveTrigger(settings).ensure_saver(spool.folder.name)
     save = replace(save, status="pending", retry=None)
     print_object("save", save, output, f"the save of step {number} runs again: {where}")
 

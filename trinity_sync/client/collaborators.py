@@ -51,8 +51,8 @@ class Collaborators:
             slot_wait_s=settings.slot_wait_s,
             on_long_wait=self._watcher.hurry,
         )
-        begin = partial(self._watcher.begin, waits=True)
-        self._loader = StepLoader(*here, begin, self._stager)
+        ensure_saver = partial(self._watcher.ensure_saver, waits=True)
+        self._loader = StepLoader(*here, ensure_saver, self._stager)
         self._states = StateSaver(
             self._stager,
             self._submitter.submit_states,

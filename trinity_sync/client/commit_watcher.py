@@ -128,7 +128,7 @@ class CommitWatcher:
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
-    def begin(self, *, waits: bool = False, is_submitted: bool = False) -> None:
+    def ensure_saver(self, *, waits: bool = False, is_submitted: bool = False) -> None:
         """Have everything ready that commits a save after the death of this process.
 
         With ``waits``, also `hurry`. With ``is_submitted``, nothing but the saver may be missing.
@@ -137,10 +137,10 @@ class CommitWatcher:
             SaveError: the saver cannot be started.
         """
         with suppress(OSError, SpoolError):  # staging tells why, and the request is retried
-            is_new = self._spool.make()
             # otherwise the thread prepares all once the save is submitted
-            again = (self._leads or is_submitted) and not is_new
-            self._trigger.begin(self._spool.folder.name, again=again, is_submitted=is_submitted)
+            again = not self._spool.make() and (self._leads or is_submitted)
+            job = self._spool.folder.name
+            self._trigger.ensure_saver(job, again=again, is_submitted=is_submitted)
         if waits:
             self.hurry()
 

@@ -569,9 +569,9 @@ class CheckpointCoordinator(Collaborators):
             components, replicated, replicas = select_own(
                 step, components, replicated, kind, self.rank
             )
-        self._submitter.check_components(step, components, role, kind, export)
+        self._submitter.check_arguments(step, components, role, kind, export)
         self._run.require_not_superseded(step)
-        origin = self._submitter.origin(
+        origin = self._submitter.make_origin(
             step,
             role,
             kind,
@@ -643,15 +643,15 @@ class CheckpointCoordinator(Collaborators):
         self._require_own_process()
         began = time.perf_counter()
         step = check_number("step", step)
-        origin = self._submitter.origin(step, role, "checkpoint")
+        origin = self._submitter.make_origin(step, role, "checkpoint")
         try:
             files, metadata = lay_out()
         except Exception as error:
             return self._handle(origin, self._states.fail(origin, error))
-        self._submitter.check_components(step, files, role, "checkpoint", "")
+        self._submitter.check_arguments(step, files, role, "checkpoint", "")
         self._run.require_not_superseded(step)
         again = self._run.require_next_step(step, role, "checkpoint")
-        origin = self._submitter.origin(step, role, "checkpoint", keep=keep, again=again)
+        origin = self._submitter.make_origin(step, role, "checkpoint", keep=keep, again=again)
         return self._submit(origin, files, metadata, began=began)
 
     def wait_staged(self) -> float:
@@ -825,7 +825,7 @@ class CheckpointCoordinator(Collaborators):
         if not callable(state):
             check_type(f"step {step}: what is uploaded", state, Mapping, "model.state_dict()")
         self._run.require_not_superseded(step)
-        origin = self._submitter.origin(step, role, "state_dict")
+        origin = self._submitter.make_origin(step, role, "state_dict")
         self._metrics.flush()
         call = state if callable(state) else lambda: state
         published, staged = self._states.upload(origin, call)

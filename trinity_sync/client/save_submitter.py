@@ -119,7 +119,7 @@ class SaveSubmitter:
         """Whether this is the first rank of its node."""
         return any(place.ranks[0] == self.rank for place in self.places)
 
-    def origin(
+    def make_origin(
         self,
         step: int,
         role: str,
@@ -170,10 +170,10 @@ class SaveSubmitter:
             self.placed.add(role)
         if self.is_first:
             with suppress(Exception) if again else nullcontext():  # `send` tries again
-                self.watcher.begin()
+                self.watcher.ensure_saver()
                 self.spool.mark_run(self.run.get().key)  # a program may have removed the folder
 
-    def check_components(
+    def check_arguments(
         self, step: int, components: Mapping[str, Any], role: str, kind: Kind, export: Export
     ) -> None:
         """Check the arguments of `CheckpointCoordinator.save`.
@@ -206,7 +206,7 @@ class SaveSubmitter:
         components: Collection[str] = (*staged.components, *origin.replicas)
         if len(origin.roles) > 1:  # the first role's request counts; other roles may have more
             components = {*COMPONENTS} - {"dcp"} | {*components}
-        self._have_saver()
+        self._ensure_saver()
         self.watcher.follow(
             self._request(origin.save, components),
             images=staged.images,
@@ -246,7 +246,7 @@ class SaveSubmitter:
         self.monitored = {k: v for k, v in self.monitored.items() if k[0] == step}
         self.monitored[step, kind] = request.key
         self.run.note_saved(step, self.roles, kind)
-        self._have_saver()
+        self._ensure_saver()
         self.watcher.follow(request, submit=True)
 
     def _request(
@@ -262,11 +262,11 @@ class SaveSubmitter:
             expected=expected,
         )
 
-    def _have_saver(self) -> None:
+    def _ensure_saver(self) -> None:
         """Start the saver again if it has ended, or was killed, while the save was staged."""
         if self.is_first:
             with suppress(Exception):  # the watcher's thread tries again
-                self.watcher.begin(is_submitted=True)
+                self.watcher.ensure_saver(is_submitted=True)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
         """Return the last attempt of a save."""

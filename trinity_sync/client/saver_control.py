@@ -286,7 +286,7 @@ class SaveTrigger:
         self._server = self._lacks_server = ""
         """Identity of the server, empty without one; and why none is known."""
         self._hurry_s = math.inf
-        """As `hurry`, until the next `begin`."""
+        """As `hurry`, until the next `ensure_saver`."""
         self._has_begun = False
         """Whether a server was looked for."""
         self._lacks_saver = False
@@ -323,7 +323,7 @@ class SaveTrigger:
         else:
             self._after_s = 0.0
 
-    def begin(self, job: str, *, again: bool = False, is_submitted: bool = False) -> None:
+    def ensure_saver(self, job: str, *, again: bool = False, is_submitted: bool = False) -> None:
         """Start the saver, if it is needed: a save of a job that follows outlives this process.
 
         If an earlier call has found all else, it is called ``again``, and a saver that lives is not
@@ -342,7 +342,7 @@ class SaveTrigger:
         self._prepare(job)
 
     def hurry(self, job: str, after_s: float) -> None:
-        """Have the saver commit earlier what no flow run has begun, until the next `begin`."""
+        """Have it commit earlier what no flow run has begun, until the next `ensure_saver`."""
         if self._after_s is not None:
             if self._settings.saver != "stack":
                 self._hurry_s = min(self._hurry_s, after_s)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class StepLoader:
     """Finds and loads the committed steps of a job for one rank.
 
-    ``begin_commits`` starts what commits the saves that an earlier run has left on this node.
+    ``ensure_saver`` starts what commits the saves that an earlier run has left on this node.
     """
 
     root: Path
@@ -43,7 +43,7 @@ class StepLoader:
     rank: int
     world_size: int
     places: Sequence[NodeRanks]
-    begin_commits: Callable[[], None]
+    ensure_saver: Callable[[], None]
     stager: Stager
     roles: set[str] = field(default_factory=set)
     """Roles that this process has loaded; others may be those of other processes."""
@@ -206,7 +206,7 @@ class StepLoader:
                 )
                 return
             if not begun:
-                self.begin_commits()
+                self.ensure_saver()
             begun = True
             time.sleep(next(pauses))
 

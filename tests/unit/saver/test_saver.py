@@ -705,14 +705,14 @@ def test_a_saver_that_lives_is_woken_by_a_save_and_not_by_its_call(
     os.mkfifo(wake)
     pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)  # as a saver does
     trigger = SaveTrigger(settings)
-    trigger.begin(job.spool.folder.name)
+    trigger.ensure_saver(job.spool.folder.name)
     assert os.read(pipe, 9) == b"\n"
-    trigger.begin(job.spool.folder.name, again=True)
+    trigger.ensure_saver(job.spool.folder.name, again=True)
     with pytest.raises(BlockingIOError):
         os.read(pipe, 9)
     os.close(pipe)
     assert not savers_of(settings.spool)
-    trigger.begin(job.spool.folder.name, again=True)
+    trigger.ensure_saver(job.spool.folder.name, again=True)
     assert savers_of(settings.spool)
 
 

@@ -135,7 +135,7 @@ def test_a_saver_in_a_hurry_requests_flow_runs_and_one_alone_does_not(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", server)
     trigger, name = Line(settings), job.spool.folder.name
-    trigger.begin(name)
+    trigger.ensure_saver(name)
     trigger.hurry(name, 0.0)
     assert read_served(job.spool.folder, name_saver()) == told
 

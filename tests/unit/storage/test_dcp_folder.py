@@ -123,7 +123,7 @@ def test_a_commit_that_died_before_it_linked_is_finished(
     folder = save(1)
     (folder / ".metadata").unlink()
     manifest = require_committed(saves.root, 1)
-    origin = saves._submitter.origin(1, "actor", "checkpoint")
+    origin = saves._submitter.make_origin(1, "actor", "checkpoint")
     assert origin.run == manifest.run
     finish_interrupted(origin.save)
     assert load(folder) == 1.0
