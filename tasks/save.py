@@ -59,8 +59,8 @@ PersistTask: TypeAlias = Task[[SaveRequest, Share, NodeShards], Any]
 PERSIST_TASKS: dict[Component | None, PersistTask] = {
     component: Task(
         persist,
-        name=f"persist-{component or 'callable-files'}",
-        description=f"Persist {component or 'the files of callable saves'} on one node",
+        name=f"persist-{component or 'save-functions'}",
+        description=f"Persist {component or 'the files of save functions'} on one node",
         **repeat(PERSIST),
     )
     for component in (*get_args(Component), None)

@@ -30,7 +30,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import find_newest_run, open_run, refuse_superseded
-from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
+from trinity_sync.storage.save_functions import FunctionStatus, read_statuses, write_status
 from trinity_sync.storage.steps_in_use import list_steps_in_use, pin, tag
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
@@ -116,7 +116,7 @@ def test_an_altered_mark_of_damage_still_counts(root: Path) -> None:
 
 
 def test_an_altered_receipt_is_not_taken_for_the_end_of_a_save(root: Path, job: Job) -> None:
-    write_status(job.spool, CallableStatus("f", 2, 4, "checkpoint", 0, "1/1", "failed", error="no"))
+    write_status(job.spool, FunctionStatus("f", 2, 4, "checkpoint", 0, "1/1", "failed", error="no"))
     for where in altered(next(job.spool.receipts.iterdir())):
         with suppress(TrinitySyncError):
             assert [each.state for each in read_statuses(job.spool, 2, 4, "checkpoint")] != [

@@ -58,7 +58,7 @@ from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.metrics import MetricsLog, read_metrics, write_metrics
 from trinity_sync.storage.placement import read_placement
 from trinity_sync.storage.runs import list_runs, open_run, refuse_superseded
-from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
+from trinity_sync.storage.save_functions import FunctionStatus, read_statuses, write_status
 from trinity_sync.storage.steps_in_use import list_leases, list_pins, list_steps_in_use, pin, tag
 
 
@@ -83,7 +83,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     (note,) = job.spool.folder.glob("*.kept")
     (ticket,) = job.spool.folder.glob("*.ticket")
     write_status(
-        job.spool, CallableStatus("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",))
+        job.spool, FunctionStatus("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",))
     )
     pin(root, 1, "the best")
     tag(root, 1, "good")

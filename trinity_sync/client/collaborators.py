@@ -11,7 +11,7 @@ from trinity_sync.client.preemption import Preemption
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.saver_control import SaveTrigger
-from trinity_sync.client.savers import CallableSaver, StateSaver, UploadCheck
+from trinity_sync.client.savers import FunctionRunner, StateSaver, UploadCheck
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.layout import WriteConcurrency
 from trinity_sync.settings import Settings
@@ -60,7 +60,7 @@ class Collaborators:
             check_overlap=settings.overlap == "check",
         )
         self._attachments = Attachments(root, rank, self._states)
-        self._callables = CallableSaver(root, self.spool)
+        self._functions = FunctionRunner(root, self.spool)
         self._uploads = UploadCheck(root, self.spool)
         self._metrics = MetricsLog(root, self._run.find_run_of_metrics)
         self._preemption = Preemption(settings.save_by)

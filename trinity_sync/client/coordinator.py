@@ -49,7 +49,7 @@ from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_run_head
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
-from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.save_functions import FunctionStatus
 from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.tensors.in_place import get_live_state
 
@@ -854,7 +854,7 @@ class CheckpointCoordinator(Collaborators):
         self.wait_staged()
         deadline = None if timeout is None else time.monotonic() + timeout
         self._failures += self._states.take_failures()
-        self._failures += self._callables.wait(deadline)  # kept, should the next lines time out
+        self._failures += self._functions.wait(deadline)  # kept, should the next lines time out
         self._failures += self._uploads.wait(deadline)
         failures = [*self._watcher.wait(deadline), *self._take_failures()]
         if failures:
@@ -932,7 +932,7 @@ class CheckpointCoordinator(Collaborators):
         check_type(f"save function {name}", save_fn, Callable, "a function without arguments")
         status = self._status_of(name, global_step, is_state_dict)
         with self._states.defer_errors(status.step, status.kind, f"save function {name}"):
-            self._callables.start(name, save_fn, status)
+            self._functions.start(name, save_fn, status)
             self._states.has_saved = True
 
     def save_sync(
@@ -950,7 +950,7 @@ class CheckpointCoordinator(Collaborators):
         name = f"sync-{uuid.uuid4().hex[:8]}"
         status, error = self._status_of(name, global_step, is_state_dict), None
         with self._states.defer_errors(status.step, status.kind, f"save function {name}"):
-            error = self._callables.call(save_fn, status)
+            error = self._functions.call(save_fn, status)
         if error:
             raise error
         self._states.has_saved = True
@@ -987,7 +987,7 @@ class CheckpointCoordinator(Collaborators):
             with self._states.defer_errors(step, kind):
                 self.wait_staged()
                 if not self._states.fail_without_parts(step, kind):
-                    self._submitter.submit_callables(step, kind, expected)
+                    self._submitter.submit_functions(step, kind, expected)
                     self._states.has_saved = True
 
         try:
@@ -1124,20 +1124,20 @@ class CheckpointCoordinator(Collaborators):
                 "with another root here."
             )
 
-    def _status_of(self, name: str, step: int, is_state_dict: bool) -> CallableStatus:
+    def _status_of(self, name: str, step: int, is_state_dict: bool) -> FunctionStatus:
         self._require_own_process()
         step, name = check_number("step", step), check_name("name of a save", name)
         self._run.require_not_superseded(step)
         run = self._run.get()
         self._metrics.flush()
-        return CallableStatus(
+        return FunctionStatus(
             name=name,
             run=run.number,
             run_key=run.key,
             step=step,
             kind=_kind(is_state_dict),
             rank=self.rank,
-            process=self._callables.process,
+            process=self._functions.process,
         )
 
     def _take_failures(self) -> list[str]:

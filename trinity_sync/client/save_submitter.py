@@ -112,7 +112,7 @@ class SaveSubmitter:
     attempts: dict[SaveId, int] = field(default_factory=dict)
     """Last attempts of the saves that were submitted more than once, by their first one."""
     monitored: dict[tuple[int, Kind], str] = field(default_factory=dict)
-    """Request keys of the saves of the newest step that `submit_callables` has submitted."""
+    """Request keys of the saves of the newest step that `submit_functions` has submitted."""
 
     @cached_property
     def is_first(self) -> bool:
@@ -180,7 +180,7 @@ class SaveSubmitter:
 
         Raises:
             ConfigError: there is no component or an unknown one, the kind or the export is unknown,
-                or the role is not the job's; or `submit_callables` has submitted the save, which
+                or the role is not the job's; or `submit_functions` has submitted the save, which
                 may be committed.
         """
         if kind not in KINDS or export not in get_args(Export):
@@ -214,7 +214,7 @@ class SaveSubmitter:
             submit=self.rank == 0,
         )
 
-    def submit_callables(self, step: int, kind: Kind, expected: int) -> None:
+    def submit_functions(self, step: int, kind: Kind, expected: int) -> None:
         """Submit a step of save functions, with the states that are staged for it.
 
         The commit expects at least ``expected`` save functions and images of all ranks together.

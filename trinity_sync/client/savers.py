@@ -45,7 +45,7 @@ from trinity_sync.snapshot.ticket import VersionTag, lock_slot, read_version_tag
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import is_own_file, read_run_manifest
 from trinity_sync.storage.replace import displace_step, exclude_writes
-from trinity_sync.storage.save_functions import CallableStatus, write_status
+from trinity_sync.storage.save_functions import FunctionStatus, write_status
 
 logger = logging.getLogger(__name__)
 
@@ -440,7 +440,7 @@ def _require_adapted(origin: Origin, names: list[str]) -> None:
         )
 
 
-class CallableSaver:
+class FunctionRunner:
     """Runs the save functions of one process."""
 
     def __init__(self, root: Path, spool: JobSpool) -> None:
@@ -452,7 +452,7 @@ class CallableSaver:
         self.process = read_process_identity(os.getpid())
         """Identity of this process, read while it can open files."""
 
-    def start(self, name: str, save_fn: Callable[[], Any], status: CallableStatus) -> None:
+    def start(self, name: str, save_fn: Callable[[], Any], status: FunctionStatus) -> None:
         """Run a save function in a thread, after an earlier one of the same name.
 
         Its error is logged, and `wait` returns it.
@@ -480,7 +480,7 @@ class CallableSaver:
             raise
         self._threads[name] = thread
 
-    def call(self, save_fn: Callable[[], Any], status: CallableStatus) -> Exception | None:
+    def call(self, save_fn: Callable[[], Any], status: FunctionStatus) -> Exception | None:
         """Run a save function in the calling thread, and return its error; raise any other."""
         with suppress(OSError):  # memory is full: other ranks may be in its collectives
             write_status(self._spool, status)
@@ -504,7 +504,7 @@ class CallableSaver:
         failures, self._failures = self._failures, []
         return failures
 
-    def _run(self, save_fn: Callable[[], Any], status: CallableStatus) -> Exception | None:
+    def _run(self, save_fn: Callable[[], Any], status: FunctionStatus) -> Exception | None:
         of_step = status.run, "", status.step, status.kind, ()
         save = SaveId(str(self._root), *of_step, identity=self._identity)
         try:

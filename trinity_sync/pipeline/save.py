@@ -38,7 +38,7 @@ from trinity_sync.storage.manifest import Manifest, read_run_head, read_run_mani
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.runs import refuse_other_job
-from trinity_sync.storage.save_functions import await_callable_saves
+from trinity_sync.storage.save_functions import await_save_functions
 from trinity_sync.storage.save_timing import refuse_removed
 from trinity_sync.storage.uncommitted import Persisted
 
@@ -71,18 +71,18 @@ class Share:
     """What one task persists on a node."""
 
     component: Component | None
-    """None if the node has callable saves only."""
-    awaits_callables: bool = False
-    """Whether it also waits for the callable saves of the node: one task is enough."""
+    """None if the node has save functions only."""
+    awaits_functions: bool = False
+    """Whether it also waits for the save functions of the node: one task is enough."""
 
     @property
     def what(self) -> str:
         """The component, or what else it is."""
-        return self.component or "callable saves"
+        return self.component or "save functions"
 
 
 def list_shares(request: SaveRequest, shards: NodeShards, *, commits: bool) -> list[Share]:
-    """Return what to persist on a node; one that ``commits`` awaits its callables then."""
+    """Return what to persist on a node; one that ``commits`` awaits its save functions then."""
     shares = [
         Share(component)
         for component in request.components
@@ -91,7 +91,7 @@ def list_shares(request: SaveRequest, shards: NodeShards, *, commits: bool) -> l
     if commits:
         return shares
     first, *others = shares or [Share(None)]
-    return [Share(first.component, awaits_callables=True), *others]
+    return [Share(first.component, awaits_functions=True), *others]
 
 
 def persist_share(
@@ -99,7 +99,7 @@ def persist_share(
 ) -> Persisted:
     """Persist a share durably and under temporary names.
 
-    A share that awaits callables syncs their files, too.
+    A share that awaits save functions syncs their files, too.
     """
     save = request.save
     spool = get_job_spool(shards.spool, save)  # refuses another job's, before anything is read
@@ -114,7 +114,7 @@ def persist_share(
         refuse_nonfinite=job.on_nonfinite == "refuse",
     )
     written = persist(shards, save, share.component, options) if share.component else []
-    statuses = await_callable_saves(spool, save) if share.awaits_callables else []
+    statuses = await_save_functions(spool, save) if share.awaits_functions else []
     return Persisted(written, statuses)
 
 
@@ -165,7 +165,7 @@ def commit_images(
         refuse_removed(save)
     images = sum(file.record.component not in FOLDERS for file in written)
     earlier = len(committed.callables) if committed else 0  # a retry after the commit
-    statuses += await_callable_saves(
+    statuses += await_save_functions(
         spool,
         save,
         at_least=max(0, request.expected - images - earlier) - len(statuses),

@@ -34,7 +34,7 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, SUCCESSES, read_status
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.runs import refuse_superseded
-from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.save_functions import FunctionStatus
 from trinity_sync.storage.uncommitted import Persisted, Written, is_being_written, remove_files
 
 
@@ -44,7 +44,7 @@ class NodeRecord(Record):
 
     ended: bool = False
     written: tuple[Written, ...] = ()
-    statuses: tuple[CallableStatus, ...] = ()
+    statuses: tuple[FunctionStatus, ...] = ()
     error: str = ""
 
 

@@ -71,7 +71,7 @@ from trinity_sync.storage.replace import (
     sync_folders,
 )
 from trinity_sync.storage.runs import find_run_of, refuse_superseded
-from trinity_sync.storage.save_functions import CallableStatus, list_callable_files, remove_statuses
+from trinity_sync.storage.save_functions import FunctionStatus, list_function_files, remove_statuses
 from trinity_sync.storage.save_timing import SaveTiming, Stall, append_save
 from trinity_sync.storage.uncommitted import Written, remove_files
 
@@ -84,7 +84,7 @@ UNLOCK_S = 10.0
 def commit(
     save: SaveId,
     written: Sequence[Written],
-    statuses: Sequence[CallableStatus] = (),
+    statuses: Sequence[FunctionStatus] = (),
     *,
     recycle: bool = True,
     started_at: float = 0.0,
@@ -165,12 +165,12 @@ def commit(
 def _make_manifest(
     save: SaveId,
     written: Sequence[Written],
-    statuses: Sequence[CallableStatus],
+    statuses: Sequence[FunctionStatus],
     committed: Mapping[str, FileRecord],
 ) -> Manifest:
     """Return the manifest of a save alone; the time of its commit is added right before it."""
     named = {file.record.path for file in written}
-    own = list_callable_files(save, statuses, named, committed)
+    own = list_function_files(save, statuses, named, committed)
     files = (*_compare_with_last_commit(save, [file.record for file in written]), *own)
     # a checkpoint with weights is also a sync, and what functions of the user write is unknown
     has_weights = statuses or any(record.is_weights for record in files)
@@ -241,7 +241,7 @@ def _update_pointers(save: SaveId, manifest: Manifest, lock: LockFile) -> None:
 
 
 def _check_complete(
-    save: SaveId, written: Sequence[Written], statuses: Sequence[CallableStatus]
+    save: SaveId, written: Sequence[Written], statuses: Sequence[FunctionStatus]
 ) -> None:
     problems = [] if written or statuses else ["nothing was submitted"]
     for role in save.roles:

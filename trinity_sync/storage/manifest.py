@@ -162,7 +162,7 @@ class FileRecord:
     world_size: Count = 0
     images: tuple[str, ...] = ()
     """Random names of the images that were committed as this file, as in their tickets: several
-    where a state was submitted again, none for the files of a callable save."""
+    where a state was submitted again, none for the files of a save function."""
     health: FileHealth | None = None
     """Its values; None if it is not looked into."""
     unchanged_since: Count | None = None

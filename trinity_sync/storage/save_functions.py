@@ -35,7 +35,7 @@ State = Literal["started", "finished", "failed"]
 
 
 @dataclass(frozen=True)
-class CallableStatus(Record):
+class FunctionStatus(Record):
     """A call of a save function for a step."""
 
     name: str
@@ -53,14 +53,14 @@ class CallableStatus(Record):
     run_key: str = ""
 
     @property
-    def settled(self) -> "CallableStatus":
+    def settled(self) -> "FunctionStatus":
         """This status, or a failed one if its process is gone before it has ended."""
         if self.state == "started" and not is_process_alive(self.process):
             return replace(self, state="failed", error="the process died before it had ended")
         return self
 
 
-def write_status(spool: JobSpool, status: CallableStatus) -> None:
+def write_status(spool: JobSpool, status: FunctionStatus) -> None:
     """Write a status, in the place of an earlier one of the same call."""
     try:
         _replace(spool, _path(spool, status), encode_record(status))
@@ -72,7 +72,7 @@ def write_status(spool: JobSpool, status: CallableStatus) -> None:
         os.truncate(_path(spool, status), 0)
 
 
-def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[CallableStatus]:
+def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[FunctionStatus]:
     """Yield the statuses of a save's functions; those of processes that are gone are failed.
 
     Raises:
@@ -80,7 +80,7 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
     """
     for path in list_paths(spool.receipts, f"{run}.{step}.{kind}.*.rank*.json"):
         try:
-            status = decode_record(CallableStatus, path.read_bytes(), path)
+            status = decode_record(FunctionStatus, path.read_bytes(), path)
             if path != _path(spool, status):
                 raise ValueError("it belongs to another save")
         except FileNotFoundError:
@@ -139,21 +139,21 @@ def _request_path(spool: JobSpool, save: SaveId) -> Path:
     return spool.receipts / f"{save.run}.{save.step}.{save.kind}.request.json"
 
 
-def _path(spool: JobSpool, status: CallableStatus) -> Path:
+def _path(spool: JobSpool, status: FunctionStatus) -> Path:
     name = check_name("name of a save", status.name)
     save = f"{status.run}.{status.step}.{status.kind}"
     return spool.receipts / f"{save}.{name}.rank{status.rank}.json"
 
 
-def await_callable_saves(
+def await_save_functions(
     spool: JobSpool, save: SaveId, *, at_least: int = 0, rank_timeout_s: float = 60.0
-) -> list[CallableStatus]:
-    """Wait until the callable saves of this node have ended; return their statuses, files synced.
+) -> list[FunctionStatus]:
+    """Wait until the save functions of this node have ended; return their statuses, files synced.
 
     Their start is awaited for ``rank_timeout_s``, their end without a limit.
 
     Raises:
-        SaveError: a callable failed, or its process died.
+        SaveError: a function failed, or its process died.
         MissingShardsError: fewer than ``at_least`` started within ``rank_timeout_s``.
     """
     deadline = time.monotonic() + rank_timeout_s
@@ -164,7 +164,7 @@ def await_callable_saves(
         for status in statuses:
             if status.state == "failed":
                 raise SaveError(
-                    f"{save} is not committed: the callable save {status.name!r} of rank "
+                    f"{save} is not committed: the save function {status.name!r} of rank "
                     f"{status.rank} failed: {status.error}"
                 )
         ended = len(statuses) >= at_least and all(r.state == "finished" for r in statuses)
@@ -172,14 +172,14 @@ def await_callable_saves(
             return statuses
         if len(statuses) < at_least and time.monotonic() >= deadline:
             raise MissingShardsError(
-                f"{save} is not committed: {at_least} callable saves were registered and "
+                f"{save} is not committed: {at_least} save functions were registered and "
                 f"{len(statuses)} started within {rank_timeout_s:g} s"
             )
         time.sleep(next(pauses))
 
 
-def _sync_files(spool: JobSpool, save: SaveId, status: CallableStatus) -> bool:
-    """Sync the files that a callable wrote on this node; return whether all are durable.
+def _sync_files(spool: JobSpool, save: SaveId, status: FunctionStatus) -> bool:
+    """Sync the files that a function wrote on this node; return whether all are durable.
 
     One with another name is replaced by a copy, since a write to that name would change the step.
 
@@ -199,16 +199,16 @@ def _sync_files(spool: JobSpool, save: SaveId, status: CallableStatus) -> bool:
     return True
 
 
-def list_callable_files(
+def list_function_files(
     save: SaveId,
-    statuses: Sequence[CallableStatus],
+    statuses: Sequence[FunctionStatus],
     written: set[str],
     committed: Mapping[str, FileRecord],
 ) -> Iterator[FileRecord]:
-    """Yield records of the files that callables wrote on any node, and have synced, digested.
+    """Yield records of the files that functions wrote on any node, and have synced, digested.
 
     The files in ``written`` are left out, and the images in ``committed``, which this run has
-    committed of the step: the list of a callable has every file that changed while it ran,
+    committed of the step: the list of a function has every file that changed while it ran,
     including shards of a sync that was committed meanwhile.
 
     Raises:
@@ -220,7 +220,7 @@ def list_callable_files(
         path, known = save.folder / name, committed.get(name)
         is_outside = not is_below(name) or not path.resolve().is_relative_to(save.folder.resolve())
         if is_outside or path.is_symlink():
-            raise SaveError(f"{save}: {path} of a callable save is a link or outside of its folder")
+            raise SaveError(f"{save}: {path} of a save function is a link or outside of its folder")
         try:
             seen = path.lstat()
             committed_at = (save.folder / MANIFEST).stat().st_ctime_ns if known else 0
@@ -229,9 +229,9 @@ def list_callable_files(
             digest = digest_cached_file(path)
         except FileNotFoundError as error:
             raise SaveError(
-                f"{save}: {path} of a callable save is missing on the node of the commit. Check "
+                f"{save}: {path} of a save function is missing on the node of the commit. Check "
                 "whether something removed it, or the root is another disk on the node where the "
-                "callable ran."
+                "function ran."
             ) from error
         if known and known.digest != digest:
             raise SaveError(

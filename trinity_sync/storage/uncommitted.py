@@ -31,7 +31,7 @@ from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
 from trinity_sync.storage.placement import NodeShards, describe_ranks
 from trinity_sync.storage.runs import RunEnd
-from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.save_functions import FunctionStatus
 from trinity_sync.storage.save_timing import refuse_removed
 
 
@@ -70,7 +70,7 @@ class Persisted:
     Not a dataclass, because Prefect walks through dataclasses value by value in task arguments.
     """
 
-    def __init__(self, written: Sequence[Written], statuses: Sequence[CallableStatus] = ()) -> None:
+    def __init__(self, written: Sequence[Written], statuses: Sequence[FunctionStatus] = ()) -> None:
         self.written = tuple(written)
         self.statuses = tuple(statuses)
 

@@ -25,7 +25,7 @@ from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.client import init_root
 from trinity_sync.client.init_root import require_capabilities
-from trinity_sync.client.savers import CallableSaver
+from trinity_sync.client.savers import FunctionRunner
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.integrations.verl.fsdp.state_dict import check_loadable
@@ -50,7 +50,7 @@ from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.replace import quarantine_folder, replacing_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
-from trinity_sync.storage.save_functions import CallableStatus, read_statuses, write_status
+from trinity_sync.storage.save_functions import FunctionStatus, read_statuses, write_status
 from trinity_sync.storage.steps_in_use import (
     acquire_removal_lock,
     lease_to_read,
@@ -455,8 +455,8 @@ def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(
             open_still.enter_context((folder / "removed").open("x"))
             (folder / "removed").unlink()
 
-        begun = CallableStatus("save", 1, 1, "checkpoint", 0, "1/1")
-        CallableSaver(root, spool).call(save, begun)
+        begun = FunctionStatus("save", 1, 1, "checkpoint", 0, "1/1")
+        FunctionRunner(root, spool).call(save, begun)
         assert list(folder.glob(".nfs*"))
     (receipt,) = read_statuses(spool, 1, 1, "checkpoint")
     assert receipt.files == ("kept",)
@@ -545,7 +545,7 @@ def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_sinc
 ) -> None:
     commit_steps(root, 1, 2)
     spool = open_job_spool(spool_folder, root)
-    write_status(spool, CallableStatus("save", 1, 1, "checkpoint", 0, "1/1", state="failed"))
+    write_status(spool, FunctionStatus("save", 1, 1, "checkpoint", 0, "1/1", state="failed"))
     (gate,) = spool.receipts.iterdir()  # looked at after leases
     receipt = gate.read_text()
     gate.unlink()

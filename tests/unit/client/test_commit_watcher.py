@@ -50,7 +50,7 @@ from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save_functions import CallableStatus, write_status
+from trinity_sync.storage.save_functions import FunctionStatus, write_status
 
 CARE_S = 0.4
 
@@ -383,7 +383,7 @@ def test_what_is_submitted_again_after_its_step_was_removed_is_not_taken_for_com
         job.stage(4, {"model": {"w": torch.full((3,), 4)}})
         told = "model of step 4, role actor, rank 0 is not saved"
     else:
-        write_status(job.spool, CallableStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
+        write_status(job.spool, FunctionStatus("own", 1, 4, "checkpoint", 0, "1/1", "finished"))
         told = "it completed without that step being committed"
     images = [each.ticket.image for each in job.spool.tickets()[0]]
     components = ("model",) if what == "images" else ()

@@ -34,8 +34,8 @@ from trinity_sync.storage.manifest import read_manifest, write_manifest
 from trinity_sync.storage.replace import displace_step
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import (
-    CallableStatus,
-    await_callable_saves,
+    FunctionStatus,
+    await_save_functions,
     read_statuses,
     write_status,
 )
@@ -81,7 +81,7 @@ def write_model(root: Path, step: int) -> None:
     path.write_bytes(b"of the second run")
 
 
-def commit_of(job: Job, step: int, status: CallableStatus) -> None:
+def commit_of(job: Job, step: int, status: FunctionStatus) -> None:
     commit(job.save(step, run=2, kind=status.kind), [], [status])
 
 
@@ -404,7 +404,7 @@ def test_a_hard_link_that_a_function_makes_is_committed_as_a_file_of_its_own(
         each.parent.mkdir(exist_ok=True)
     other.write_bytes(b"base")
     saves.save_sync(lambda: path.hardlink_to(other), 4)
-    commit(job.save(4), [], await_callable_saves(job.spool, job.save(4)))
+    commit(job.save(4), [], await_save_functions(job.spool, job.save(4)))
     other.write_bytes(b"later")
     assert path.read_bytes() == b"base"
 
@@ -447,7 +447,7 @@ def test_a_link_that_a_function_makes_fails_the_save_by_name(
         (folder / "link").symlink_to(target)
 
     saves.save_sync(write, 4)
-    with pytest.raises(SaveError, match=r"global_step_4/link of a callable save is a link"):
+    with pytest.raises(SaveError, match=r"global_step_4/link of a save function is a link"):
         commit(job.save(4), [], [*read_statuses(job.spool, 1, 4, "checkpoint")])
 
 
@@ -484,7 +484,7 @@ def test_a_function_that_writes_into_a_shard_of_the_steps_sync_fails_the_save(
     saves.begin()
     job.stage(4, {"model": {"w": torch.ones(3)}}, kind="state_dict")
 
-    def write(late: Callable[[], object] = lambda: None) -> list[CallableStatus]:
+    def write(late: Callable[[], object] = lambda: None) -> list[FunctionStatus]:
         saves.save_sync(late, 4)
         return [*read_statuses(job.spool, 1, 4, "checkpoint")]
 
@@ -512,7 +512,7 @@ def test_what_a_function_wrote_and_could_not_be_synced_is_in_no_commit_of_a_retr
         ):
             saves.wait_all(60)
         with pytest.raises(SaveError, match=r"own\.bin cannot be written: Input/output error"):
-            await_callable_saves(job.spool, job.save(4), at_least=1)
+            await_save_functions(job.spool, job.save(4), at_least=1)
     path.unlink()
     with noted_syncs() as durable:
         submit()

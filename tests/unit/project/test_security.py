@@ -54,7 +54,7 @@ from trinity_sync.storage.commit import commit
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.save_functions import CallableStatus
+from trinity_sync.storage.save_functions import FunctionStatus
 from trinity_sync.tensors.deserialize import load_file
 
 
@@ -352,7 +352,7 @@ def test_a_password_in_a_url_is_not_repeated() -> None:
 
 def test_a_receipt_that_names_a_file_elsewhere_commits_nothing(job: Job) -> None:
     (job.root / "secret").write_text("mine")
-    receipt = CallableStatus("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
+    receipt = FunctionStatus("f", 1, 1, "checkpoint", 0, "", "finished", files=("../secret",))
     with pytest.raises(SaveError, match="is a link or outside of its folder"):
         commit(job.save(1), [], [receipt])
 

@@ -46,7 +46,7 @@ from trinity_sync.storage.metrics import read_metrics, remove_metrics, write_met
 from trinity_sync.storage.replace import quarantine_folder
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save_functions import CallableStatus, write_status
+from trinity_sync.storage.save_functions import FunctionStatus, write_status
 from trinity_sync.storage.steps_in_use import pin, resolve_step
 
 HOUR, DAY = 3600, 86400
@@ -489,7 +489,7 @@ def test_a_step_with_a_write_in_flight_is_kept(job: Job, monkeypatch: pytest.Mon
     commit(job.root, 1, 2, 3)
     (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
     spool = job.spool.folder.parent
-    receipt = CallableStatus("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
+    receipt = FunctionStatus("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
     write_status(job.spool, receipt)
     assert list(spared(prune(job.root, spool=spool))) == [1, 2]
     monkeypatch.setattr(saves, "read_file_system_time", lambda _: time.time() + 3600)
@@ -538,9 +538,9 @@ def test_an_altered_ticket_keeps_the_step_that_it_names(job: Job, change: dict[s
     assert numbers(prune(job.root, spool=spool).removed) == [2, 3]
 
 
-def test_a_torn_callable_status_keeps_its_own_step_only(job: Job) -> None:
+def test_a_torn_status_of_a_function_keeps_its_own_step_only(job: Job) -> None:
     commit(job.root, 1, 2, 3)
-    write_status(job.spool, CallableStatus("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
+    write_status(job.spool, FunctionStatus("lora", 1, 2, "checkpoint", 0, "1/1", state="finished"))
     (path,) = job.spool.receipts.iterdir()
     path.write_text('{"st')
     done = prune(job.root, spool=job.spool.folder.parent)

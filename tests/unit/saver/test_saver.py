@@ -484,7 +484,7 @@ def test_the_saver_commits_no_step_that_lacks_a_save_function(coordinator: Make)
     saves = coordinator(job={"rank_timeout_s": 0.1})
     saves.save_sync(lambda: None, 3)
     asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=2))
-    with pytest.raises(SaveFailedError, match="2 callable saves were registered and 1 started"):
+    with pytest.raises(SaveFailedError, match="2 save functions were registered and 1 started"):
         saves.wait_all(60)
 
 

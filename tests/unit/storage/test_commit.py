@@ -56,8 +56,8 @@ from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superseded
 from trinity_sync.storage.save_functions import (
-    CallableStatus,
-    await_callable_saves,
+    FunctionStatus,
+    await_save_functions,
     read_statuses,
     write_status,
 )
@@ -404,11 +404,11 @@ def test_a_retry_of_a_save_that_was_committed_and_removed_says_so_at_once(job: J
 def test_a_save_function_whose_process_died_has_failed(job: Job) -> None:
     died, lives = "1/1", read_process_identity(os.getpid())
     for name, process in (("lora", died), ("model", lives)):
-        write_status(job.spool, CallableStatus(name, 1, 3, "checkpoint", 0, process))
+        write_status(job.spool, FunctionStatus(name, 1, 3, "checkpoint", 0, process))
     found = {each.name: each.state for each in read_statuses(job.spool, 1, 3, "checkpoint")}
     assert found == {"lora": "failed", "model": "started"}
     with pytest.raises(SaveError, match="'lora' of rank 0 failed: the process died"):
-        await_callable_saves(job.spool, job.save(3))
+        await_save_functions(job.spool, job.save(3))
 
 
 @pytest.mark.parametrize("there", ["the run", "none", "another one"])
@@ -431,12 +431,12 @@ def test_a_save_is_refused_where_a_restored_root_has_no_run_or_another_one_of_it
 
 
 def test_a_save_function_of_a_lost_run_of_the_same_number_is_none_of_the_save(job: Job) -> None:
-    lost = CallableStatus("lora", 1, 3, "checkpoint", 0, "1/1", "failed", run_key="lost")
+    lost = FunctionStatus("lora", 1, 3, "checkpoint", 0, "1/1", "failed", run_key="lost")
     write_status(job.spool, lost)
     save = replace(job.save(3), run_key="first")
-    assert not await_callable_saves(job.spool, save)
+    assert not await_save_functions(job.spool, save)
     with pytest.raises(SaveError, match="'lora' of rank 0 failed"):
-        await_callable_saves(job.spool, replace(save, run_key="lost"))
+        await_save_functions(job.spool, replace(save, run_key="lost"))
 
 
 def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
@@ -445,7 +445,7 @@ def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
     write_job_settings(job.root, {"rank_timeout_s": 0.1})
     folder(job, 3).mkdir()
     (folder(job, 3) / "lora.bin").write_bytes(b"adapter")
-    status = CallableStatus("lora", 1, 3, "checkpoint", 0, "1/1", "finished", files=("lora.bin",))
+    status = FunctionStatus("lora", 1, 3, "checkpoint", 0, "1/1", "finished", files=("lora.bin",))
     commit(job.save(3), [], [status])
     shutil.rmtree(folder(job, 3))
     request = SaveRequest(**vars(job.save(3)), components=(), expected=1)
@@ -512,7 +512,7 @@ def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(
     (deep / "adapter.safetensors").write_bytes(b"weights")
     job.stage(1, {"model": state(0)})
     written, files = job.persist(1), ("actor/adapters/lora/adapter.safetensors",)
-    receipt = CallableStatus("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
+    receipt = FunctionStatus("lora", 1, 1, "checkpoint", 0, "1/1", state="finished", files=files)
     with noted_syncs() as durable:
 
         def write(*of_step: Any) -> None:
@@ -767,7 +767,7 @@ def test_a_run_of_functions_alone_that_is_retried_after_its_commit_commits_the_s
 ) -> None:
     (folder(job, 4) / "actor").mkdir(parents=True)
     (folder(job, 4) / "actor/dist_ckpt.bin").write_bytes(b"megatron")
-    receipt = CallableStatus(
+    receipt = FunctionStatus(
         "dist", 1, 4, "checkpoint", 0, "1/1", "finished", files=("actor/dist_ckpt.bin",)
     )
     first = commit(job.save(4), [], [receipt])
@@ -783,7 +783,7 @@ def test_shards_that_a_function_saw_appear_are_listed_once(job: Job) -> None:
     job.stage(3, {"optim": state(2)}, also=("model",))
     job.commit(3, kind="state_dict")
     shard = "actor/model_world_size_1_rank_0.pt"
-    receipt = CallableStatus("hf_model", 1, 3, "checkpoint", 0, "1/1", "finished", files=(shard,))
+    receipt = FunctionStatus("hf_model", 1, 3, "checkpoint", 0, "1/1", "finished", files=(shard,))
     manifest = commit(job.save(3), job.persist(3, "model", "optim"), [receipt])
     assert [file.path for file in manifest.files].count(shard) == 1
     assert read_manifest(job.root, 3).find_file(shard).component == "model"

@@ -21,7 +21,7 @@ from tests.support.dying import in_a_process
 from tests.support.job import Job, held
 from tests.support.meanwhile import when_opened
 from tests.support.waiting import until
-from trinity_sync.client.savers import CallableSaver, StateSaver
+from trinity_sync.client.savers import FunctionRunner, StateSaver
 from trinity_sync.errors import ManifestError, RemovedStepError, SaveError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import step_folder
@@ -49,7 +49,7 @@ from trinity_sync.storage.manifest import (
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import open_run
-from trinity_sync.storage.save_functions import CallableStatus, read_statuses
+from trinity_sync.storage.save_functions import FunctionStatus, read_statuses
 from trinity_sync.storage.save_timing import Stall, read_removals, read_saves, refuse_removed
 
 RANKS = 4
@@ -164,8 +164,8 @@ def test_a_function_that_runs_while_its_step_is_committed_in_parts_lists_its_own
         for name in ("adapter.bin", "manifest.json"):
             (own / name).write_bytes(b"lora")
 
-    begun = CallableStatus("lora", 1, 1, "checkpoint", 0, read_process_identity(os.getpid()))
-    CallableSaver(many.root, many.spool).call(write, begun)
+    begun = FunctionStatus("lora", 1, 1, "checkpoint", 0, read_process_identity(os.getpid()))
+    FunctionRunner(many.root, many.spool).call(write, begun)
     (status,) = read_statuses(many.spool, 1, 1, "checkpoint")
     commit(many.save(1), many.persist(1, "model", "optim"), [status])
     manifest = require_committed(many.root, 1)
@@ -181,7 +181,7 @@ def test_a_commit_names_no_file_of_trinity_sync_and_none_that_is_gone(many: Job)
     own, aside = step_folder(many.root, 1) / "own.bin", many.root / "aside"
     own.parent.mkdir(exist_ok=True)
     own.write_bytes(b"lora")
-    status = CallableStatus("f", 1, 1, "state_dict", 0, "1/1", "finished", files=(own.name,))
+    status = FunctionStatus("f", 1, 1, "state_dict", 0, "1/1", "finished", files=(own.name,))
     before = commit(many.save(1, kind="state_dict"), many.persist(1, kind="state_dict"), [status])
     stage(many, 1, "optim", also=("model",))
     written = many.persist(1, "model", "optim")
