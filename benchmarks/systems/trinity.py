@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.systems.base import System
 from benchmarks.writing import write_out
-from trinity_sync.client.savers import StateSaver
+from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.snapshot.identity import Origin, SaveId

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trinity_sync.client.savers import StateSaver
+from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.errors import ConfigError
 from trinity_sync.layout import EMPTY_FOLDER, attaching_folder, check_type, step_folder
 from trinity_sync.snapshot.packed import Packed, list_files, pack, require_names

@@ -28,7 +28,7 @@ from trinity_sync.client.save_submitter import (
     select_own,
 )
 from trinity_sync.client.saver_control import SaveTrigger
-from trinity_sync.client.savers import NOTHING_STAGED, DcpFolders
+from trinity_sync.client.state_saver import NOTHING_STAGED, DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers
 from trinity_sync.layout import (
@@ -54,7 +54,7 @@ from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.tensors.in_place import get_live_state
 
 CLOSE_S = 10.0
-"""Seconds for which `close` sends what the Prefect server has not taken yet."""
+"""Seconds for which `close` wakes the saver for what was just submitted."""
 
 
 class CheckpointCoordinator(Collaborators):
@@ -94,8 +94,8 @@ class CheckpointCoordinator(Collaborators):
             `trinity_sync.storage.job_settings.JobSettings`, such as ``{"keep": "last=3"}``. Rank 0
             writes them; those that are not named stay as they are.
         settings: by default read from the environment.
-        trigger: has the saver commit; by default it requests flow runs of the Prefect server that
-            ``PREFECT_API_URL`` or the local stack's state file names, if one does.
+        trigger: wakes the saver of this node, which also requests the flow runs of the Prefect
+            server that ``PREFECT_API_URL`` or the local stack's state file names, if one does.
         require_stack: query that server first, and raise if it cannot take saves.
         take_over: supersede an earlier run of the job that is still running; by default
             ``TRINITY_SYNC_TAKE_OVER``. Otherwise the first call that begins this run (`load`,
@@ -839,8 +839,7 @@ class CheckpointCoordinator(Collaborators):
         """Wait until every save that this process submitted is committed or has failed.
 
         Args:
-            timeout: seconds from when an overlapped save is staged; None for no limit, also while
-                the Prefect server does not answer.
+            timeout: seconds from when an overlapped save is staged; None for no limit.
 
         Raises:
             SaveFailedError: saves were not committed, or readers refuse what was published
@@ -875,8 +874,8 @@ class CheckpointCoordinator(Collaborators):
         Earlier handlers of the signals of `on_preemption` are restored.
 
         Args:
-            timeout: seconds in which to send requests that the Prefect server has not taken yet.
-                After that the worker of this node finds their images by itself.
+            timeout: seconds in which to wake the saver for what was just submitted. A saver or
+                worker that starts later finds the images by itself.
         """
         if not self._is_own:
             return
@@ -914,17 +913,17 @@ class CheckpointCoordinator(Collaborators):
     def save_async(
         self, name: str, save_fn: Callable[[], Any], global_step: int, is_state_dict: bool = False
     ) -> None:
-        """Run a save function in a background thread; the step's flow run waits for it.
+        """Run a save function in a background thread; the step's commit waits for it.
 
         It follows Trinity's method of this name. Saves of the same name run one after the other.
         Files below the step's folder that change during the call become part of the commit. Call
-        `save` of the same step or `register_and_monitor` afterwards, which request the flow run. A
+        `save` of the same step or `register_and_monitor` afterwards, which submit the save. A
         step that an earlier run has committed makes way before; if a resume, a reader or a pin
         needs it, or this run has committed it, ``save_fn`` is not called, and the save fails.
 
         Args:
             name: name of the save, unique within a step and rank.
-            save_fn: called without arguments. Its error fails the step's flow run and is raised by
+            save_fn: called without arguments. Its error fails the step's save and is raised by
                 `wait_all`; later saves are unaffected.
             global_step: training step.
             is_state_dict: True for the sync of the step, False for its checkpoint.
@@ -962,10 +961,10 @@ class CheckpointCoordinator(Collaborators):
         state_dict_thread_count: int = 0,
         checkpoint_thread_count: int = 0,
     ) -> None:
-        """Request the flow run of a step whose save functions were started; do not wait for them.
+        """Submit a step whose save functions were started; do not wait for them.
 
-        It follows Trinity's method of this name. A step gets one flow run, however often it is
-        requested. Other coroutines run meanwhile.
+        It follows Trinity's method of this name. A step is saved once, however often this is
+        called. Other coroutines run meanwhile.
 
         Args:
             global_step: training step.

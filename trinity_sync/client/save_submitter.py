@@ -197,7 +197,7 @@ class SaveSubmitter:
         key = self.monitored.get((step, kind))
         if key is not None and not self.watcher.has_failed(key):
             raise ConfigError(
-                f"step {step}: register_and_monitor has requested the flow run of its {kind}, "
+                f"step {step}: register_and_monitor has submitted its {kind}, "
                 "which may be committed; call save before it"
             )
 

@@ -1,5 +1,5 @@
 """Integrations: a module for each library, independent of the others but for ``trl``.
 
-A module imports its library when it is imported itself; no other module here imports it. TRL's
-trainers are those of Hugging Face with a vLLM server, so ``trl`` uses both.
+A module imports its library when it is imported itself; no other module here imports it. ``trl``
+uses those of Hugging Face and vLLM; all share `trainer_saves` and `import_hooks`.
 """

@@ -2,7 +2,7 @@
 
 `DistCheckpointSaver` does what ``dist_checkpointing.save`` does up to the plan of the files: it
 extracts the common state, and lets each data-parallel rank save a part of what all of them have.
-The files are then staged in shared memory, from where the step's flow run commits them.
+The files are then staged in shared memory, from where they are committed.
 
 A folder has the files of Megatron's back end ``torch_dist``::
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from trinity_sync.client.collective import lease_on_rank_0, open_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.save_submitter import SaveHandle
-from trinity_sync.client.savers import DcpFolders
+from trinity_sync.client.state_saver import DcpFolders
 from trinity_sync.errors import ConfigError, ImageError, from_extra
 from trinity_sync.integrations.dcp.planned_file import (
     PlannedFile,

@@ -1,8 +1,8 @@
 """TorchTitan's checkpoint manager with trinity_sync below it, in the place of its DCP writes.
 
 TorchTitan decides when to save, what belongs to a step, what to load and where it goes, as with its
-own `CheckpointManager`. A save is staged in shared memory and commits in a flow run, and steps are
-loaded with `StepReader`. Nothing is deleted here: the flow removes old steps after a commit.
+own `CheckpointManager`. A save is staged in shared memory and commits in another process, and steps
+are loaded with `StepReader`. Nothing is deleted here: the save removes old steps after its commit.
 
 Importing this module registers `use_trinity_sync` with TorchTitan's overrides, by which the command
 line of any TorchTitan training names it.
@@ -147,7 +147,7 @@ class TrinitySyncCheckpointManager(CheckpointManager):
 
 @override(
     target=BaseCheckpointManager.Config,
-    description="saves are staged in shared memory and commit in flow runs",
+    description="saves are staged in shared memory and commit in the background",
 )
 def use_trinity_sync(config: BaseCheckpointManager.Config) -> TrinitySyncCheckpointManager.Config:
     """Replace TorchTitan's own checkpoint manager in a configuration; its settings remain.

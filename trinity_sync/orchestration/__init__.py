@@ -1,1 +1,1 @@
-"""Prefect on the stack side: the flow worker, deployments, automations and recovery of runs."""
+"""The stack side: worker, deployments, automations and recovery; and `report`, without Prefect."""

@@ -51,8 +51,7 @@ _REMEMBERED = 4096
 """Number of saves that a reader keeps; it forgets the completed ones first."""
 
 SaveState = Literal["begun", "left", "failed", "completed"]
-"""In the order in which they outrank each other within a start. Left: the stack cannot do the save,
-for a fault of its own, and leaves it to the saver."""
+"""In order of rank. Left: the stack cannot do it, for a fault of its own, so the saver has to."""
 _STATES: tuple[SaveState, ...] = get_args(SaveState)
 
 STATES_OF_RUNS: dict[str, SaveState] = {

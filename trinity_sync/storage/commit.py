@@ -98,7 +98,7 @@ def commit(
     checkpoint leaves that checkpoint in place if the weights are the same, byte for byte, and is
     refused otherwise.
 
-    ``recycle`` keeps the files of a replaced step for block reuse. The flow run started at
+    ``recycle`` keeps the files of a replaced step for block reuse. What drives it started at
     ``started_at``, and all files were durable at ``persisted_at``, in seconds since the epoch; 0 if
     that is unknown.
 
@@ -532,7 +532,7 @@ def _measure_save(
 ) -> SaveTiming:
     """Return how long a save took. All times are seconds since the epoch.
 
-    ``started_at`` is when its flow run started, ``persisted_at`` when all files were durable; 0 if
+    ``started_at`` is when its driver started, ``persisted_at`` when all files were durable; 0 if
     that is unknown. ``committed_at`` is when the manifest is written.
     """
     own = [file for file in written if file.submitted_at]  # others are of another save of the step

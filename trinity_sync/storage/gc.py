@@ -158,7 +158,7 @@ def remove_temporaries(
 ) -> Iterator[Finding]:
     """Remove temporary files of this project that no process will rename.
 
-    A temporary file in a step belongs to the flow run that writes it: a retry writes it again from
+    A temporary file in a step belongs to the save that writes it: a retry writes it again from
     the image. A temporary file next to latest pointers, run records and the like is renamed a
     moment later, unless its process died.
 

@@ -83,8 +83,8 @@ class JobSettings(Record):
     """
 
     remote_required: bool = False
-    """Whether a checkpoint counts only once the remote has it. Otherwise a flow run of its own
-    copies the checkpoint after the commit. Without a URL in ``remote``: that is unknown."""
+    """Whether a checkpoint counts only once the remote has it. Otherwise the checkpoint is
+    copied after the commit. Without a URL in ``remote``: that is unknown."""
 
     remote_keep: str = "all"
     """Retention policy of checkpoints in the remote: as ``keep``, without metrics."""

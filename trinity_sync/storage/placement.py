@@ -127,14 +127,14 @@ def read_placement(root: str | Path, run: int, run_key: str, role: str) -> list[
     return sorted(places, key=lambda place: place.ranks[0]) if written.run_key == run_key else None
 
 
-def list_nodes(root: str | Path, run: Run) -> list[str]:
+def list_nodes(root: str | Path, run: Run) -> tuple[str, ...]:
     """Return the nodes of a run's ranks, sorted, as far as their placements can be read."""
     every, nodes = _path(root, run.number, "*"), set[str]()
     for path in list_paths(every.parent, every.name):
         with suppress(TrinitySyncError, OSError):
             places = read_placement(root, run.number, run.key, path.name.split(".")[1])
             nodes |= {place.node for place in places or ()}
-    return sorted(nodes)
+    return tuple(sorted(nodes))
 
 
 def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards]:

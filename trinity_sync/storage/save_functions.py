@@ -1,10 +1,10 @@
 """Save functions of the user: their status in the spool, the wait for them, and their files.
 
-The status of a function is a small file in the spool that the step's flow waits for. It is
+The status of a function is a small file in the spool that the step's commit waits for. It is
 *started* before the function runs, and becomes *finished*, with the files that the function wrote,
 or *failed*, with its error. If the process dies in between, a started status remains whose process
-is gone; it counts as failed. The request of the step's flow run is kept next to it, since a save of
-functions alone has no images by which the worker would find it.
+is gone; it counts as failed. The request of the save is kept next to it, since a save of
+functions alone has no images by which a saver would find it.
 """
 
 import os
@@ -110,7 +110,7 @@ def remove_statuses(spool: JobSpool, save: SaveId) -> None:
 
 
 def write_request(spool: JobSpool, save: SaveId, request: str) -> None:
-    """Keep the request (JSON) of a save of functions until its flow run has ended."""
+    """Keep the request (JSON) of a save of functions until it has ended."""
     _replace(spool, _request_path(spool, save), request)
 
 

@@ -25,7 +25,7 @@ from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.client import init_root
 from trinity_sync.client.init_root import require_capabilities
-from trinity_sync.client.savers import FunctionRunner
+from trinity_sync.client.state_saver import FunctionRunner
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.integrations.verl.fsdp.state_dict import check_loadable

@@ -228,7 +228,7 @@ def test_an_emergency_save_right_after_a_resume_is_a_whole_checkpoint(
 def test_a_state_that_comes_after_register_and_monitor_is_refused(saves: Saves) -> None:
     saves.save_sync(lambda: None, 10)
     asyncio.run(saves.register_and_monitor(10))
-    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has requested .* it"):
+    with pytest.raises(ConfigError, match=r"step 10: register_and_monitor has submitted .* it"):
         saves.save(10, state(10))
     saves.save(10, state(10), kind="state_dict")
     saves.save(20, state(20))

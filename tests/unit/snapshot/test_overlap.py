@@ -11,7 +11,7 @@ import torch
 
 from tests.support.forked import Program
 from tests.unit.snapshot.test_image import SPECIAL, records_in, saved
-from trinity_sync.client.savers import StateSaver
+from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.errors import ImageError
 from trinity_sync.snapshot.identity import Origin
 from trinity_sync.snapshot.mutation_guard import SMALL, compare_rows, has_samples, sample_storages

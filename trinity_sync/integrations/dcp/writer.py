@@ -1,4 +1,4 @@
-"""Storage writer and stager of DCP, which stage a save in slots and follow its flow run.
+"""Storage writer and stager of DCP, which stage a save in slots and wait for its commit.
 
 ``dcp.async_save`` calls the stager in the training thread, and plans and writes in another one. A
 save must survive the trainer from the moment it is staged. So `StepWriter.stage` plans, with DCP's
@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from trinity_sync import SaveHandle
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.savers import DcpFolders
+from trinity_sync.client.state_saver import DcpFolders
 from trinity_sync.errors import ConfigError, SaveFailedError
 from trinity_sync.integrations.dcp.planned_file import (
     NoStorage,
@@ -210,7 +210,7 @@ class StepWriter(NoStorage, AsyncStager):
         return make_done([])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the index that the future returns; the flow run has committed it."""
+        """Complete the index that the future returns; it is committed."""
         vars(metadata).update(vars(self._metadata))
 
     def __reduce__(self) -> Any:

@@ -179,8 +179,7 @@ def _list_runs(root: Path, known: Sequence[Run]) -> Iterator[RunRow]:
         began_at = None
         with suppress(OSError):
             began_at = read_start_time(root, run.number) or None
-        nodes = list_nodes(root, run)
-        yield RunRow(run.number, run.resumed_from, began_at, tuple(nodes), run.left_out)
+        yield RunRow(run.number, run.resumed_from, began_at, list_nodes(root, run), run.left_out)
 
 
 def _measure_disk(root: Path, steps: Sequence[StepRow], quarantined: Sequence[Path]) -> Disk:

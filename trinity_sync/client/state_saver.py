@@ -5,7 +5,7 @@ continues.
 
 Save functions of the user (Megatron, adapters, ``save_pretrained``) run in threads. A function
 writes anywhere below the step's folder, from which an earlier run's commit is moved away before. A
-status file in the spool tells the step's flow run when the function has ended, which files it
+status file in the spool tells the commit of the step when the function has ended, which files it
 wrote, or why it failed.
 
 What a trainer uploads is looked at in a thread of its own: what the job's ``on_nonfinite`` refuses,
