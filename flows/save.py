@@ -39,7 +39,7 @@ from trinity_sync.errors import (
     describe_error,
     is_of_stack,
 )
-from trinity_sync.orchestration import metrics, on_node
+from trinity_sync.orchestration import metrics, on_node, run_page
 from trinity_sync.orchestration.on_node import Outcome, persist_node
 from trinity_sync.orchestration.recovery.flow_runs import WAITING, try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
@@ -281,7 +281,7 @@ class FlowDriver(Driver):
         request, error = self.request, self.failure
         assert error
         outcomes: list[tuple[str, int | BaseException]]
-        outcome = metrics.get_outcome(error)
+        outcome = run_page.get_outcome(error)
         metrics.METRICS.count_save(request, outcome, "saver" if self.left else "flow")
         self._report(outcome, message=str(error))
         try:
@@ -359,7 +359,7 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
     except RootAwayError as error:
         return Crashed(name=WAITING, message=str(error))
     except Exception as error:
-        outcome = metrics.get_outcome(error)
+        outcome = run_page.get_outcome(error)
         if outcome == "failed":
             raise
         driver.log_error(str(error))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @app.command(
     "prune ckpts --keep last=3 --dry-run", "prune weights --keep last=100",
     "prune ckpts --keep last=3,every=100,best=2:reward:max --yes", panel="Keep and remove steps",
-    note="A policy is all, or parts that each keep steps, joined by commas: last=N the newest "
+    note="A policy is all, or words that each keep steps, joined by commas: last=N the newest "
         "N, every=N those whose number is a multiple of N, hourly=N, daily=N and weekly=N the "
         "first of each of the last N hours, days and weeks, newer=2d those of "
         "the last 2 days (s, m, h, d), best=N:METRIC:max (or min) the N best. Of a folder of "

@@ -29,7 +29,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from trinity_sync.errors import EvictedError, StackError, SupersededError, TrinitySyncError
+from trinity_sync.errors import StackError, TrinitySyncError
 from trinity_sync.layout import CORRUPTION_MARK, KINDS, Kind, step_folder, steps_on_disk
 from trinity_sync.orchestration.job_registry import ANSWER_S, is_allowed
 from trinity_sync.orchestration.report.steps import list_saves
@@ -51,13 +51,6 @@ logger = logging.getLogger(__name__)
 
 _STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
-
-def get_outcome(error: Exception) -> StepOutcome:
-    """Return how a save ended that raised an error."""
-    if isinstance(error, SupersededError):
-        return "superseded"
-    return "evicted" if isinstance(error, EvictedError) else "failed"
 
 
 class WorkerMetrics:

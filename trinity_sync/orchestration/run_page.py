@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trinity_sync.errors import EvictedError, SupersededError
 from trinity_sync.orchestration.quantities import format_bytes, format_duration, format_rate
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.manifest import Manifest
@@ -49,6 +50,13 @@ class SaveFailure:
     def can_be_retried(self) -> bool:
         """Whether a retry of the flow run can still commit the save."""
         return self.outcome == "failed" and any(self.remaining.values())
+
+
+def get_outcome(error: Exception) -> StepOutcome:
+    """Return how a save ended that raised an error."""
+    if isinstance(error, SupersededError):
+        return "superseded"
+    return "evicted" if isinstance(error, EvictedError) else "failed"
 
 
 def describe_commit(request: SaveRequest, manifest: Manifest, written: Sequence[Written]) -> str:
