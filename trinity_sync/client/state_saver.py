@@ -530,7 +530,7 @@ class FunctionRunner:
                 self._write_failure(status, error)
             raise
 
-    def _write_failure(self, status: CallableStatus, error: BaseException) -> None:
+    def _write_failure(self, status: FunctionStatus, error: BaseException) -> None:
         write_status(self._spool, replace(status, state="failed", error=describe_error(error)))
 
 
