@@ -119,7 +119,7 @@ def test_an_altered_receipt_is_not_taken_for_the_end_of_a_save(root: Path, job: 
     write_status(job.spool, FunctionStatus("f", 2, 4, "checkpoint", 0, "1/1", "failed", error="no"))
     for where in altered(next(job.spool.receipts.iterdir())):
         with suppress(TrinitySyncError):
-            assert [each.state for each in read_statuses(job.spool, 2, 4, "checkpoint")] != [
+            assert [each.state for each in read_statuses(job.spool, job.save(4, run=2))] != [
                 "finished"
             ], where
 

@@ -112,7 +112,7 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
             "ticket": Kind(ticket, lambda: read_ticket(slots[ticket]), (TicketError,)),
             "receipt": Kind(
                 next(job.spool.receipts.iterdir()),
-                lambda: list(read_statuses(job.spool, 1, 2, "checkpoint")),
+                lambda: list(read_statuses(job.spool, job.save(2))),
                 (SpoolError,),
             ),
             "note": Kind(note, lambda: read_cached_file(slots[note])),

@@ -41,7 +41,7 @@ from trinity_sync.retention.removal import (
     plan_removals,
     read_now,
 )
-from trinity_sync.snapshot.identity import job_id
+from trinity_sync.snapshot.identity import SaveId, job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.block_reuse import can_reuse_blocks, remove_folder, remove_spares
 from trinity_sync.storage.discovery import (
@@ -212,8 +212,8 @@ def _find_save_in_flight(root: Path, planned: StepInfo, spool: JobSpool | None) 
     try:
         for run in runs:
             for kind in KINDS:
-                statuses = read_statuses(spool, run, planned.step, kind)
-                if any(status.state != "failed" for status in statuses):
+                save = SaveId(str(root), run, "", planned.step, kind, ())
+                if any(status.state != "failed" for status in read_statuses(spool, save)):
                     return SAVING
     except SpoolError as error:
         return str(error)

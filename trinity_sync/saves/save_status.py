@@ -151,7 +151,7 @@ class PendingSave:
         if unresolved:
             return self._read_commit(None)  # the next look finds the result
         # the statuses of functions that have run since the commit, which removes statuses
-        runs = read_statuses(spool, self.request.run, self.request.step, self.request.kind)
+        runs = read_statuses(spool, self.request.save)
         is_gone = not late and not any(runs) and self._is_gone()
         # read again: an image may just have joined the commit
         return replace(self._read_commit(entry), marked=_why_failed(late), is_gone=is_gone)

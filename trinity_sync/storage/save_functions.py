@@ -72,13 +72,15 @@ def write_status(spool: JobSpool, status: FunctionStatus) -> None:
         os.truncate(_path(spool, status), 0)
 
 
-def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[FunctionStatus]:
+def read_statuses(spool: JobSpool, save: SaveId) -> Iterator[FunctionStatus]:
     """Yield the statuses of a save's functions; those of processes that are gone are failed.
+
+    Without a run key in ``save``, those of any run that has had the number.
 
     Raises:
         SpoolError: a file is torn.
     """
-    for path in list_paths(spool.receipts, f"{run}.{step}.{kind}.*.rank*.json"):
+    for path in list_paths(spool.receipts, f"{_prefix(save)}.*.rank*.json"):
         try:
             status = decode_record(FunctionStatus, path.read_bytes(), path)
             if path != _path(spool, status):
@@ -87,25 +89,25 @@ def read_statuses(spool: JobSpool, run: int, step: int, kind: Kind) -> Iterator[
             continue  # removed meanwhile
         except ValueError as error:
             raise SpoolError(
-                f"receipt {path} of step {step} is torn, so the result of its save function is "
-                "unknown and the step is not committed. Remove it; later saves are unaffected."
+                f"receipt {path} of step {save.step} is torn, so the result of its save function "
+                "is unknown and the step is not committed. Remove it; later saves are unaffected."
             ) from error
-        yield status.settled
+        if not is_of_other_run(status, save):
+            yield status.settled
 
 
 def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> bool:
     """Return whether a function of a save runs on this node, or has ended within some seconds."""
-    paths = list_paths(spool.receipts, f"{save.run}.{save.step}.{save.kind}.*.rank*.json")
+    paths = list_paths(spool.receipts, f"{_prefix(save)}.*.rank*.json")
     with suppress(FileNotFoundError):  # removed meanwhile
         if any(path.stat().st_mtime > time.time() - within_s for path in paths):
             return True
-    statuses = read_statuses(spool, save.run, save.step, save.kind)
-    return any(status.state == "started" for status in statuses)
+    return any(status.state == "started" for status in read_statuses(spool, save))
 
 
 def remove_statuses(spool: JobSpool, save: SaveId) -> None:
     """Remove the statuses of a save whose commit lists them, and its request."""
-    for path in list_paths(spool.receipts, f"{save.run}.{save.step}.{save.kind}.*.json"):
+    for path in list_paths(spool.receipts, f"{_prefix(save)}.*.json"):
         path.unlink(missing_ok=True)
 
 
@@ -136,13 +138,16 @@ def _replace(spool: JobSpool, path: Path, content: str) -> None:
 
 
 def _request_path(spool: JobSpool, save: SaveId) -> Path:
-    return spool.receipts / f"{save.run}.{save.step}.{save.kind}.request.json"
+    return spool.receipts / f"{_prefix(save)}.request.json"
 
 
 def _path(spool: JobSpool, status: FunctionStatus) -> Path:
     name = check_name("name of a save", status.name)
-    save = f"{status.run}.{status.step}.{status.kind}"
-    return spool.receipts / f"{save}.{name}.rank{status.rank}.json"
+    return spool.receipts / f"{_prefix(status)}.{name}.rank{status.rank}.json"
+
+
+def _prefix(of: SaveId | FunctionStatus) -> str:
+    return f"{of.run}.{of.step}.{of.kind}"
 
 
 def await_save_functions(
@@ -159,8 +164,7 @@ def await_save_functions(
     deadline = time.monotonic() + rank_timeout_s
     pauses = lengthen_pauses()
     while True:
-        found = read_statuses(spool, save.run, save.step, save.kind)
-        statuses = [each for each in found if not is_of_other_run(each, save)]
+        statuses = [*read_statuses(spool, save)]
         for status in statuses:
             if status.state == "failed":
                 raise SaveError(

@@ -458,7 +458,7 @@ def test_a_file_that_is_removed_while_it_is_open_is_none_of_a_save_functions(
         begun = FunctionStatus("save", 1, 1, "checkpoint", 0, "1/1")
         FunctionRunner(root, spool).call(save, begun)
         assert list(folder.glob(".nfs*"))
-    (receipt,) = read_statuses(spool, 1, 1, "checkpoint")
+    (receipt,) = read_statuses(spool, save_of(root, 1))
     assert receipt.files == ("kept",)
 
 

@@ -107,7 +107,7 @@ def test_a_function_of_a_resumed_run_leaves_the_files_of_the_step_that_it_replac
         saves.save_sync(write, step, is_state_dict=True)
         assert file.read() == before
     assert seen == [before, 42 if step == 41 else 41, 42 if step == 41 else 41]
-    (status,) = read_statuses(job.spool, 2, step, "state_dict")
+    (status,) = read_statuses(job.spool, job.save(step, run=2, kind="state_dict"))
     assert status.files == (MODEL,)
     assert [each.state for each in remove_replaced(job.root)] == ["left"]
     commit_of(job, step, status)
@@ -130,7 +130,7 @@ def test_a_function_does_not_write_into_a_step_of_another_system(
     for name in ("one", "other"):
         path = job.root / f"global_step_40/{name}.bin"
         saves.save_sync(partial(path.write_bytes, b"own"), 40)
-    commit(job.save(40), written, [*read_statuses(job.spool, 1, 40, "checkpoint")])
+    commit(job.save(40), written, [*read_statuses(job.spool, job.save(40))])
     names = {each.path for each in require_committed(job.root, 40).files}
     assert names == {"one.bin", "other.bin", "actor/optim_world_size_1_rank_0.pt"}
     (aside,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_40")
@@ -148,7 +148,7 @@ def test_images_that_are_being_written_are_committed_although_a_function_displac
     job.stage(41, {"optim": {"w": torch.ones(3)}}, run=2)
     written = job.persist(41, "optim", run=2)
     saves.save_sync(lambda: write_model(job.root, 41), 41)
-    (status,) = read_statuses(job.spool, 2, 41, "checkpoint")
+    (status,) = read_statuses(job.spool, job.save(41, run=2))
     commit(job.save(41, run=2), written, [status])
     assert {each.component for each in require_committed(job.root, 41).files} == {"", "optim"}
 
@@ -193,7 +193,8 @@ def test_a_function_that_would_change_a_step_that_is_needed_is_refused(
         save()
     assert require_committed(job.root, step) == before
     assert (job.root / f"global_step_{step}" / MODEL).read_bytes() == content
-    assert {each.state for each in read_statuses(job.spool, 2, step, "state_dict")} == {"failed"}
+    refused = job.save(step, run=2, kind="state_dict")
+    assert {each.state for each in read_statuses(job.spool, refused)} == {"failed"}
 
 
 def test_a_function_of_a_run_that_was_superseded_is_refused(coordinator_of: Open, job: Job) -> None:
@@ -250,9 +251,10 @@ def test_a_function_that_changes_what_its_run_has_committed_of_the_step_fails_th
         return lambda: (job.root / "global_step_4/own.bin").write_bytes(content)
 
     saves.save_sync(write(b"same"), 4, is_state_dict=True)
-    commit(job.save(4, kind="state_dict"), [], [*read_statuses(job.spool, 1, 4, "state_dict")])
+    sync = job.save(4, kind="state_dict")
+    commit(sync, [], [*read_statuses(job.spool, sync)])
     saves.save_sync(write(b"same"), 4)
-    same = [*read_statuses(job.spool, 1, 4, "checkpoint")]
+    same = [*read_statuses(job.spool, job.save(4))]
     saves.save_sync(write(b"else"), 4)
     with pytest.raises(SaveError, match=r"has changed .*own\.bin, which run 1 had committed"):
         commit(job.save(4), [], same)
@@ -326,7 +328,7 @@ def test_a_step_that_a_function_of_a_run_without_a_load_replaces_is_quarantined(
     saves = resumed(coordinator_of, job.root, 0)
     content = (job.root / "global_step_41" / MODEL).read_bytes()
     saves.save_sync(lambda: write_model(job.root, 41), 41, is_state_dict=True)
-    commit_of(job, 41, *read_statuses(job.spool, 2, 41, "state_dict"))
+    commit_of(job, 41, *read_statuses(job.spool, job.save(41, run=2, kind="state_dict")))
     (kept,) = (job.root / ".trinity_sync/quarantine").glob("*/global_step_41")
     assert (kept / MODEL).read_bytes() == content
     kept.rename(job.root / ".trinity_sync/replacing/global_step_41.replaced")  # the commit died
@@ -348,7 +350,8 @@ def test_a_function_is_not_called_for_what_its_run_has_committed(
     if by == "a function":
         write = partial(write_model, job.root, 4)
         saves.save_sync(write, 4, is_state_dict=committed == "state_dict")
-        commit(job.save(4, kind=committed), [], [*read_statuses(job.spool, 1, 4, committed)])
+        save = job.save(4, kind=committed)
+        commit(save, [], [*read_statuses(job.spool, save)])
     else:
         job.commit_states(4, {"model": {"w": torch.ones(3)}}, kind=committed)
     before = (job.root / "global_step_4" / MODEL).read_bytes()
@@ -377,7 +380,7 @@ def test_a_commit_waits_for_a_function_that_is_called_again_after_it_has_ended(
     saves, path = coordinator_of(), job.root / "global_step_4/own.bin"
     path.parent.mkdir()
     saves.save_sync(lambda: path.write_bytes(b"first"), 4)
-    ended = [*read_statuses(job.spool, 1, 4, "checkpoint")]
+    ended = [*read_statuses(job.spool, job.save(4))]
     job.stage(4, {"model": {"w": torch.ones(3)}}, kind="state_dict")
 
     def write_again() -> None:
@@ -448,7 +451,7 @@ def test_a_link_that_a_function_makes_fails_the_save_by_name(
 
     saves.save_sync(write, 4)
     with pytest.raises(SaveError, match=r"global_step_4/link of a save function is a link"):
-        commit(job.save(4), [], [*read_statuses(job.spool, 1, 4, "checkpoint")])
+        commit(job.save(4), [], [*read_statuses(job.spool, job.save(4))])
 
 
 @pytest.mark.parametrize(
@@ -467,13 +470,13 @@ def test_files_of_functions_are_committed_or_refused_by_name(
 
     saves.save_sync(partial(write, name), 4)
     with pytest.raises(SaveError, match=f"lists .*/{name}, a name that trinity_sync uses itself"):
-        commit(job.save(4), [], [*read_statuses(job.spool, 1, 4, "checkpoint")])
+        commit(job.save(4), [], [*read_statuses(job.spool, job.save(4))])
     (folder / name).unlink(missing_ok=True)  # the commit has removed a mark
-    for status in read_statuses(job.spool, 1, 4, "checkpoint"):
+    for status in read_statuses(job.spool, job.save(4)):
         write_status(job.spool, replace(status, state="failed"))
     saves.save_async("again", write, 4)
     saves.wait_all(30)
-    statuses = read_statuses(job.spool, 1, 4, "checkpoint")
+    statuses = read_statuses(job.spool, job.save(4))
     commit(job.save(4), [], [each for each in statuses if each.name == "again"])
     assert {each.path for each in require_committed(job.root, 4).files} == names
 
@@ -486,7 +489,7 @@ def test_a_function_that_writes_into_a_shard_of_the_steps_sync_fails_the_save(
 
     def write(late: Callable[[], object] = lambda: None) -> list[FunctionStatus]:
         saves.save_sync(late, 4)
-        return [*read_statuses(job.spool, 1, 4, "checkpoint")]
+        return [*read_statuses(job.spool, job.save(4))]
 
     harmless = write(partial(job.commit, 4, kind="state_dict"))
     assert harmless[0].files == (MODEL,)

@@ -343,7 +343,7 @@ def test_a_run_saves_its_steps_in_order(saves: Saves, job: Job, by: Kind | str) 
     if by == "functions":
         saves.save_sync(lambda: None, 300)
         asyncio.run(saves.register_and_monitor(300, checkpoint_thread_count=1))
-        commit(job.save(300), [], [*read_statuses(job.spool, 1, 300, kind)])
+        commit(job.save(300), [], [*read_statuses(job.spool, job.save(300, kind=kind))])
     else:
         saves.save(300, state(300), kind=kind)
         job.commit(300, kind=kind)

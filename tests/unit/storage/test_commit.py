@@ -58,6 +58,7 @@ from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superse
 from trinity_sync.storage.save_functions import (
     FunctionStatus,
     await_save_functions,
+    has_running_functions,
     read_statuses,
     write_status,
 )
@@ -405,7 +406,7 @@ def test_a_save_function_whose_process_died_has_failed(job: Job) -> None:
     died, lives = "1/1", read_process_identity(os.getpid())
     for name, process in (("lora", died), ("model", lives)):
         write_status(job.spool, FunctionStatus(name, 1, 3, "checkpoint", 0, process))
-    found = {each.name: each.state for each in read_statuses(job.spool, 1, 3, "checkpoint")}
+    found = {each.name: each.state for each in read_statuses(job.spool, job.save(3))}
     assert found == {"lora": "failed", "model": "started"}
     with pytest.raises(SaveError, match="'lora' of rank 0 failed: the process died"):
         await_save_functions(job.spool, job.save(3))
@@ -436,7 +437,11 @@ def test_a_save_function_of_a_lost_run_of_the_same_number_is_none_of_the_save(jo
     save = replace(job.save(3), run_key="first")
     assert not await_save_functions(job.spool, save)
     with pytest.raises(SaveError, match="'lora' of rank 0 failed"):
-        await_save_functions(job.spool, replace(save, run_key="lost"))
+        await_save_functions(job.spool, of_lost := replace(save, run_key="lost"))
+    process = read_process_identity(os.getpid())
+    write_status(job.spool, replace(lost, state="started", process=process))
+    running = [has_running_functions(job.spool, each, within_s=0) for each in (save, of_lost)]
+    assert running == [False, True]
 
 
 def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(

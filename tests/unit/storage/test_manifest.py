@@ -166,7 +166,7 @@ def test_a_function_that_runs_while_its_step_is_committed_in_parts_lists_its_own
 
     begun = FunctionStatus("lora", 1, 1, "checkpoint", 0, read_process_identity(os.getpid()))
     FunctionRunner(many.root, many.spool).call(write, begun)
-    (status,) = read_statuses(many.spool, 1, 1, "checkpoint")
+    (status,) = read_statuses(many.spool, many.save(1))
     commit(many.save(1), many.persist(1, "model", "optim"), [status])
     manifest = require_committed(many.root, 1)
     assert manifest.kinds == ("checkpoint", "state_dict")

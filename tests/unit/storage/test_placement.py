@@ -262,8 +262,8 @@ def test_a_function_that_is_called_here_and_now_leaves_its_receipt_and_raises_it
     saves.save_sync(lambda: (job.root / "global_step_4/part.bin").write_bytes(b"lora"), 4)
     with pytest.raises(ZeroDivisionError):
         saves.save_sync(fail, 5, is_state_dict=True)
-    (written,) = read_statuses(job.spool, 1, 4, "checkpoint")
-    (failed,) = read_statuses(job.spool, 1, 5, "state_dict")
+    (written,) = read_statuses(job.spool, job.save(4))
+    (failed,) = read_statuses(job.spool, job.save(5, kind="state_dict"))
     assert (written.state, written.files) == ("finished", ("part.bin",))
     assert (failed.state, "no adapter to save" in failed.error) == ("failed", True)
 
