@@ -2,7 +2,6 @@
 
 import os
 import weakref
-from functools import partial
 from pathlib import Path
 
 from trinity_sync.client.attachments import Attachments
@@ -51,8 +50,7 @@ class Collaborators:
             slot_wait_s=settings.slot_wait_s,
             on_long_wait=self._watcher.hurry,
         )
-        ensure_saver = partial(self._watcher.ensure_saver, waits=True)
-        self._loader = StepLoader(*here, ensure_saver, self._stager)
+        self._loader = StepLoader(*here, self._watcher, self._stager)
         self._states = StateSaver(
             self._stager,
             self._submitter.submit_states,

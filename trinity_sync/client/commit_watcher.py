@@ -128,10 +128,10 @@ class CommitWatcher:
             self._sweeps |= not self._leads and len(self._pending) >= self._sweep_at
             self._start()
 
-    def ensure_saver(self, *, waits: bool = False, is_submitted: bool = False) -> None:
+    def ensure_saver(self, *, is_submitted: bool = False) -> None:
         """Have everything ready that commits a save after the death of this process.
 
-        With ``waits``, also `hurry`. With ``is_submitted``, nothing but the saver may be missing.
+        With ``is_submitted``, nothing but the saver may be missing.
 
         Raises:
             SaveError: the saver cannot be started.
@@ -141,8 +141,6 @@ class CommitWatcher:
             again = not self._spool.make() and (self._leads or is_submitted)
             job = self._spool.folder.name
             self._trigger.ensure_saver(job, again=again, is_submitted=is_submitted)
-        if waits:
-            self.hurry()
 
     def hurry(self) -> None:
         """Have the saver commit soon what no flow run has begun, because this process waits."""

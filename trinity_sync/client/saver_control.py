@@ -427,9 +427,7 @@ class SaveTrigger:
         """Let the saver end once it has committed what was submitted."""
         self._saver.close()
 
-    def _find_lost(
-        self, requests: Sequence[SaveRequest], begun: Collection[str] = ()
-    ) -> dict[str, str]:
+    def _find_lost(self, requests: Sequence[SaveRequest], begun: Collection[str]) -> dict[str, str]:
         """Return the failures of saves of which this node's memory has nothing any more, by key.
 
         Images that are marked as failed tell why, unless what has begun the save does; no journal

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trinity_sync.client.collective import broadcast_from_rank_0, lease_on_rank_0, run_on_all_ranks
+from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import KINDS, Kind, check_choice, step_folder
@@ -32,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StepLoader:
-    """Finds and loads the committed steps of a job for one rank.
-
-    ``ensure_saver`` starts what commits the saves that an earlier run has left on this node.
-    """
+    """Finds and loads the committed steps of a job for one rank."""
 
     root: Path
     spool: JobSpool
@@ -43,7 +41,7 @@ class StepLoader:
     rank: int
     world_size: int
     places: Sequence[NodeRanks]
-    ensure_saver: Callable[[], None]
+    watcher: CommitWatcher
     stager: Stager
     roles: set[str] = field(default_factory=set)
     """Roles that this process has loaded; others may be those of other processes."""
@@ -206,7 +204,8 @@ class StepLoader:
                 )
                 return
             if not begun:
-                self.ensure_saver()
+                self.watcher.ensure_saver()  # what commits them
+                self.watcher.hurry()
             begun = True
             time.sleep(next(pauses))
 

@@ -148,11 +148,7 @@ def split_evenly(files: Sequence[ChosenFile], number: int) -> list[list[ChosenFi
 
 
 def check_files(
-    files: Sequence[ChosenFile],
-    *,
-    nice: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
-    on_progress: OnProgress = no_progress,
+    files: Sequence[ChosenFile], *, nice: int = 0, on_progress: OnProgress = no_progress
 ) -> list[CheckedFile]:
     """Read files, past the page cache, and compare them with their manifests.
 
@@ -175,11 +171,11 @@ def check_files(
                 with suppress(CommitError, FormatError, OSError):  # a corrupted step has no lease
                     leased.enter_context(lease_to_read(root, step, "verify"))
                 for file in of_step:
-                    start = clock()
+                    start = time.perf_counter()
                     wrong = pool.submit(
                         _find_corruption, file, lambda n: on_progress(n, total)
                     ).result()
-                    found.append(CheckedFile(file, wrong, clock() - start))
+                    found.append(CheckedFile(file, wrong, time.perf_counter() - start))
     return found
 
 

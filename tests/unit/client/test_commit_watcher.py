@@ -235,9 +235,9 @@ def test_other_nodes_hear_of_images_that_were_evicted_by_the_flow_run(job: Job) 
     write_placement(job.root, 1, "", "actor", places)
     request = job.request(1, components=("model",))
     trigger = SaveTrigger(Settings(spool=job.spool.folder.parent))
-    assert trigger._find_lost([request]) == {}
+    assert trigger._find_lost([request], ()) == {}
     write_placement(job.root, 1, "", "actor", places[:1])
-    assert trigger._find_lost([request]).keys() == {request.key}
+    assert trigger._find_lost([request], ()).keys() == {request.key}
 
 
 @pytest.mark.usefixtures("looks_soon_for_what_nothing_will_commit")
