@@ -149,7 +149,7 @@ class CommitWatcher:
         with self._lock:  # images of saves that others know to have failed are evicted
             self._sweeps |= not self._leads and bool(self._pending)
             self._start()
-        if absent := self._find_absent(self._list_pending()):
+        if absent := _find_absent(self._list_pending(), self._spool, self._rank, self.node_ranks):
             logger.warning("%s", absent)
 
     def has_failed(self, key: str) -> bool:
@@ -234,7 +234,7 @@ class CommitWatcher:
                 here_at = here_at if away else now
                 end = min(deadline, self._end_at, here_at + PATIENCE_S)
                 if now >= end:
-                    away = away or self._find_absent(saves)
+                    away = away or _find_absent(saves, self._spool, self._rank, self.node_ranks)
                     raise _make_timeout(saves, away, closed=now >= self._end_at)
                 if now >= say_at:
                     say_at = math.inf
@@ -242,7 +242,7 @@ class CommitWatcher:
                         "Still waiting for the commit of %s, which does not need this process. %s"
                         "See trinity-sync runs and trinity-sync status",
                         ", ".join(save.request.run_name for save in saves),
-                        away or self._find_absent(saves),
+                        away or _find_absent(saves, self._spool, self._rank, self.node_ranks),
                     )
                 self._changed.wait(min(end - now, say_at - now, SIGNAL_S))
                 if self._thread is None:  # none could be started
@@ -251,20 +251,6 @@ class CommitWatcher:
         finally:
             self._waiting -= 1
             self._wake_up()
-
-    def _find_absent(self, saves: Sequence[PendingSave]) -> str:
-        """Return a sentence about ranks of this node that have no part in the oldest save."""
-        with suppress(OSError, TrinitySyncError, IndexError):
-            request = saves[0].request
-            tickets = [sealed.ticket for sealed in self._spool.read_step(request.save)]
-            roles = {each.role for each in tickets if each.rank == self._rank}
-            have = {each.rank for each in tickets if each.role in roles}
-            if have and (absent := [each for each in self.node_ranks if each not in have]):
-                return (
-                    f"Step {request.step} waits for {describe_ranks(absent)} of this node: every "
-                    "rank has to call save. "
-                )
-        return ""
 
     def close(self, timeout: float = 0.0) -> None:
         """Stop following saves; wake the saver for them within ``timeout`` seconds at most."""
@@ -469,6 +455,23 @@ class CommitWatcher:
                 logger.warning("%s of %s: %s", request.run_name, request.root, alarm)
         self.commit_seconds[request.key] = took
         logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)
+
+
+def _find_absent(
+    saves: Sequence[PendingSave], spool: JobSpool, rank: int, node_ranks: Collection[int]
+) -> str:
+    """Return a sentence about the ranks of a node that have no part in the oldest save of one."""
+    with suppress(OSError, TrinitySyncError, IndexError):
+        request = saves[0].request
+        tickets = [sealed.ticket for sealed in spool.read_step(request.save)]
+        roles = {each.role for each in tickets if each.rank == rank}
+        have = {each.rank for each in tickets if each.role in roles}
+        if have and (absent := [each for each in node_ranks if each not in have]):
+            return (
+                f"Step {request.step} waits for {describe_ranks(absent)} of this node: every rank "
+                "has to call save. "
+            )
+    return ""
 
 
 def _make_timeout(saves: Iterable[PendingSave], away: str, *, closed: bool) -> SaveTimeoutError:
