@@ -222,7 +222,7 @@ class TrinitySyncCallback(ModelCheckpoint):
         if trainer.fast_dev_run:  # as ModelCheckpoint: nothing is saved, and no run begins
             return
         if step != self._saved:  # with accumulated gradients a step has several batches
-            trainer.save_checkpoint(self._root / f"global_step_{step}", weights_only=False)
+            trainer.save_checkpoint(step_folder(self._root, step), weights_only=False)
             self._saved = step
             self._record_metrics(trainer)
 

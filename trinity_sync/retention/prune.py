@@ -17,7 +17,6 @@ Steps in quarantine have a policy of their own.
 """
 
 import calendar
-import errno
 import logging
 import time
 import uuid
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import SpoolError
-from trinity_sync.fs.atomic import list_paths, make_folder, move, sync_folder
+from trinity_sync.fs.atomic import NO_ROOM, list_paths, make_folder, move, sync_folder
 from trinity_sync.fs.file_system import read_file_system_time
 from trinity_sync.fs.locks import LONG_S, TRASH_LOCK, acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import KINDS, PRIVATE_FOLDER, step_folder
@@ -154,7 +153,7 @@ class RootSteps:
                 try:
                     _reduce_to_weights(self.root, step.step, changes.require_held)
                 except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    if error.errno not in NO_ROOM:
                         raise
                     remove_spares(self.root)
                     _empty_trash(self.root, keep=0)  # which makes room for the manifest

@@ -166,11 +166,11 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
     the root's file system, unless ``clock`` returns it.
     """
     names = list_uncached(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
-    paths = [path for path in names if _parse_step(path) is not None]  # others are not leases
-    now = clock() if clock else read_file_system_time(root) if paths else 0.0
+    steps = {path: step for path in names if (step := _parse_step(path)) is not None}
+    now = clock() if clock else read_file_system_time(root) if steps else 0.0
     found = []
-    for path in sorted(paths):
-        if lease := _read_valid_lease(path, now):
+    for path, step in sorted(steps.items()):
+        if lease := _read_valid_lease(path, step, now):
             found.append(lease)
         else:
             with suppress(OSError):  # in a root that cannot be written it stays
@@ -214,10 +214,8 @@ def _removal_lock_path(root: str | Path) -> Path:
     return Path(root) / PRIVATE_FOLDER / "removal.lock"
 
 
-def _read_valid_lease(path: Path, now: float) -> Lease | None:
-    """Return the lease in a file; None if it has ended or is not a lease."""
-    if (step := _parse_step(path)) is None:
-        return None
+def _read_valid_lease(path: Path, step: int, now: float) -> Lease | None:
+    """Return the lease of a step in a file; None if it has ended."""
     found = read_record(_LeaseRecord, path)
     try:
         acquired_at = path.lstat().st_mtime
