@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## what there is
 	@grep -E '^[a-z0-9 -]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 28
 
-demo: $(CLIENT)/.ready $(STACK)/.ready ## train, save, kill, resume bit-equal, on an embedded stack (KEEP=1 leaves it up, SYNC=memory or nccl)
+demo: $(CLIENT)/.ready $(STACK)/.ready ## train, save, kill, resume bit-equal, on a local stack (KEEP=1 leaves it up, SYNC=memory or nccl)
 	PATH="$(abspath $(STACK))/bin:$$PATH" $(CLIENT)/bin/python examples/demo/demo.py --sync $(SYNC)
 
 smollm: $(CLIENT)/.ready $(STACK)/.ready ## a longer demo: a real model of 135 million parameters, killed and resumed bit-equal

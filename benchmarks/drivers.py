@@ -23,7 +23,7 @@ from benchmarks.targets import ORCHESTRATED, SAVED, SAVER_ALONE, STACK_ALONE
 from benchmarks.training import Size
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
-from trinity_sync.stack.embedded import find
+from trinity_sync.stack.local_stack import find
 
 OF_SAVER = (SAVED, f"{SAVED}, recycled files")
 TURNS = 11

@@ -159,20 +159,20 @@ class Run:
 
     @contextmanager
     def stack(self) -> Iterator[None]:
-        """Run an embedded stack within the block."""
+        """Run a local stack within the block."""
         from trinity_sync.settings import Settings
-        from trinity_sync.stack import embedded
+        from trinity_sync.stack import local_stack
 
         settings = Settings(home=self.root / "home", spool=self.shared / "spool")
         try:
             self.environment = {
-                **embedded.up(settings).environment,
+                **local_stack.up(settings).environment,
                 "TRINITY_SYNC_HOME": str(settings.home),
                 "TRINITY_SYNC_SPOOL": str(settings.spool),
             }
             yield
         finally:
-            embedded.down(settings)
+            local_stack.down(settings)
         self.environment = {}
 
 

@@ -29,7 +29,7 @@ import pytest
 
 from tests.support.database import lay_tables
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.stack import embedded
+from trinity_sync.stack import local_stack
 from trinity_sync.stack.services import StackState, build_environment
 
 if TYPE_CHECKING:  # a unit test needs neither, and they take seconds
@@ -141,7 +141,7 @@ def running_stack(
         try:
             yield state
         finally:
-            embedded.down(settings)
+            local_stack.down(settings)
     refresh_prefect()
 
 
@@ -151,11 +151,11 @@ def started(settings: Settings) -> StackState:
         with pytest.MonkeyPatch.context() as patch:
             for name, proxy in DEAD_PROXY.items():
                 patch.setenv(name, proxy)
-            return embedded.up(settings)
+            return local_stack.up(settings)
     env = build_environment(settings, StackSettings(), StackState())
     del env["PYTHONPATH"]  # with this environment's packages
     subprocess.run([f"{STACK}/trinity-sync", "up"], env=env, check=True, capture_output=True)
-    found = embedded.find(settings)
+    found = local_stack.find(settings)
     assert found
     return found
 
@@ -238,7 +238,7 @@ def stack(stack_settings: Settings, pytestconfig: pytest.Config) -> Iterator[Sta
 def _stack(settings: Settings) -> Iterator[StackState]:
     with running_stack(settings) as state:
         yield state
-        now = embedded.find(settings) or state
+        now = local_stack.find(settings) or state
         processes = processes_of(now) if now.lives else []
     assert not left_of(processes)
     assert not Path(now.ray_folder).exists()
@@ -247,11 +247,11 @@ def _stack(settings: Settings) -> Iterator[StackState]:
 STOP = """
 import shutil, sys
 if not sys.stdin.read():
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
     from trinity_sync.settings import Settings
     home, spool = sys.argv[1:]
     try:
-        embedded.down(Settings(home=home, spool=spool))
+        local_stack.down(Settings(home=home, spool=spool))
     finally:
         shutil.rmtree(spool, ignore_errors=True)
 """

@@ -1,6 +1,6 @@
 """trinity_sync as it is used: the coordinator of every rank, and what commits its saves.
 
-That is a flow run for each save on the embedded stack that the environment names, or the built-in
+That is a flow run for each save on the local stack that the environment names, or the built-in
 saver, a process that the first save starts.
 """
 
@@ -16,7 +16,7 @@ from benchmarks.systems.trinity import Committed
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.settings import Settings
-from trinity_sync.stack.embedded import find
+from trinity_sync.stack.local_stack import find
 
 if TYPE_CHECKING:
     from benchmarks.training import Training

@@ -23,7 +23,7 @@ from trinity_sync.formats.hf_export import ExportResult
 from trinity_sync.orchestration.report.facts import JobReport, SaveRow, StepRow
 from trinity_sync.remote.upload import Replicated
 from trinity_sync.stack.doctor_job import Check
-from trinity_sync.stack.embedded import StackStatus
+from trinity_sync.stack.local_stack import StackStatus
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.rewind import RewindResult
 from trinity_sync.storage.steps_in_use import Pin

@@ -9,7 +9,7 @@ import torch
 from tests.integration.prefect_api import key_of
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.stack import embedded
+from trinity_sync.stack import local_stack
 from trinity_sync.storage.discovery import find_newest, read_latest_pointer, require_committed
 from trinity_sync.storage.manifest import read_manifest
 
@@ -45,7 +45,7 @@ def key(saves: CheckpointCoordinator, step: int) -> str:
 
 def find_part(settings: Settings, name: str) -> psutil.Process:
     """Return the server, the worker or the Ray node; another test may have had it started again."""
-    return psutil.Process(getattr(embedded.find(settings), name).pid)
+    return psutil.Process(getattr(local_stack.find(settings), name).pid)
 
 
 def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:

@@ -18,7 +18,7 @@ from tests.integration.prefect_api import Api
 from tests.support.savers import end_savers
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client import commit_watcher
-from trinity_sync.stack import embedded
+from trinity_sync.stack import local_stack
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 
@@ -73,7 +73,7 @@ def test_files_of_ray_that_a_cleaner_has_removed_in_mid_write(
     for each in logs:
         each.rename(each.with_name("removed"))
     try:
-        is_hurt = embedded.status(stack_settings).services[1].state == "unresponsive"
+        is_hurt = local_stack.status(stack_settings).services[1].state == "unresponsive"
         assert is_hurt or all(each.exists() for each in logs)  # a new process of Ray makes it again
         writer.resume()
         if is_by_saver_after(saves, 2):  # unless a new process has made it in time
@@ -97,8 +97,8 @@ def test_a_worker_that_ends_in_mid_write(
     begin_slow_save(saves, root, 2)
     try:
         kill_worker(stack_settings)
-        assert embedded.status(stack_settings).services[2].state == "dead"
+        assert local_stack.status(stack_settings).services[2].state == "dead"
         assert_committed(root, 2)
         assert is_by_saver(root, 2)
     finally:
-        embedded.up(stack_settings)
+        local_stack.up(stack_settings)

@@ -21,7 +21,7 @@ from tests.faults.slow_save import (
 from tests.integration.prefect_api import Api
 from tests.support.forked import Program
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.stack import embedded, services
+from trinity_sync.stack import local_stack, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 
@@ -49,7 +49,7 @@ def test_the_flows_process_killed_in_mid_write(
     begin_slow_save(saves, root, 2)
     kill_worker(stack_settings)
     assert_only_step_1_counts(root)
-    embedded.up(stack_settings)
+    local_stack.up(stack_settings)
     assert_committed(root, 2)
     assert api.ended(api.run_of(key(saves, 2)).id).run_count == 2
     saves.wait_all(60)
@@ -60,7 +60,7 @@ def test_the_prefect_server_killed_in_mid_write_and_all_started_again_at_its_add
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, stack: StackState
 ) -> None:
     begin_slow_save(saves, root, 2)
-    before = embedded.find(stack_settings)
+    before = local_stack.find(stack_settings)
     processes = processes_of(before)
     kill_server(stack_settings)
     started = torch.full((SIZE,), 3.0)
@@ -69,14 +69,16 @@ def test_the_prefect_server_killed_in_mid_write_and_all_started_again_at_its_add
     assert read_latest_pointer(root, "checkpoint") in (1, 2)
     password = stack_settings.home / services.PASSWORD_FILE  # trainers have it
     password.rename(password.with_suffix(".away"))
-    after = embedded.up(stack_settings)
+    after = local_stack.up(stack_settings)
     password.with_suffix(".away").rename(password)
     assert not left_of(processes)
     assert not {*before.daemons} & {*after.daemons}
     assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
     assert after.ray_address == before.ray_address
     assert (after.settings, after.config) == (before.settings, before.config)
-    assert [each.state for each in embedded.status(stack_settings).services[:3]] == ["running"] * 3
+    assert [each.state for each in local_stack.status(stack_settings).services[:3]] == [
+        "running"
+    ] * 3
     assert not Path(before.ray_folder).exists()
     assert_committed(root, 3)
     require_committed(root, 1)

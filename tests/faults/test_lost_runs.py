@@ -42,7 +42,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.ticket import failure_path
-from trinity_sync.stack import embedded
+from trinity_sync.stack import local_stack
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
 
@@ -58,17 +58,17 @@ def impatient(stack: StackState, stack_settings: Settings) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PREFECT_CLIENT_MAX_RETRIES", "0")
         kill_worker(stack_settings)
-        embedded.up(stack_settings)
+        local_stack.up(stack_settings)
     yield
     kill_worker(stack_settings)
-    embedded.up(stack_settings)
+    local_stack.up(stack_settings)
 
 
 @pytest.fixture
 def no_worker(stack: StackState, stack_settings: Settings) -> Iterator[None]:
     kill_worker(stack_settings)
     yield
-    embedded.up(stack_settings)
+    local_stack.up(stack_settings)
 
 
 def worker_log(settings: Settings) -> str:
@@ -103,7 +103,7 @@ class TestTheServerIsAwayWhenARunEnds:
         saves.wait_all()
         assert_committed(root, 2)  # the server has no part in it
         await_broken_off(stack_settings, before)
-        embedded.up(stack_settings)
+        local_stack.up(stack_settings)
         assert_nothing_is_under_way(api, run.id)
 
     def test_a_save_that_failed_meanwhile_is_told_at_once_and_its_run_ends_once_it_is_back(
@@ -120,7 +120,7 @@ class TestTheServerIsAwayWhenARunEnds:
             saves.wait_all()
         assert read_manifest(root, 2) is None
         await_broken_off(stack_settings, before)
-        embedded.up(stack_settings)
+        local_stack.up(stack_settings)
         # completed if its node finds it before the server misses heartbeats: then it is retried
         assert api.ended(run.id).state.name in ("Crashed", "Completed")
         assert_saves_on(saves)
@@ -139,7 +139,7 @@ def test_a_run_whose_node_is_silent_is_crashed_by_the_server_and_begun_again_onc
         assert "No heartbeat" in crashed.state.message
     finally:
         deploy(StackSettings())
-        embedded.up(stack_settings)
+        local_stack.up(stack_settings)
     assert_committed(root, 2)
     assert api.ended(run.id).run_count == 2
 
@@ -153,7 +153,7 @@ def test_each_node_repairs_its_own_runs_and_cancels_the_cancelled(
     api.set_states(here, *[Pending(message=DEAD)] * ATTEMPTS)
     api.set_states(cancelled, Pending(message=DEAD), Running(), Cancelling())
     api.set_states(elsewhere, Pending(message=f"{ACQUIRED_BY}another-node/1/1"), Running())
-    embedded.up(stack_settings)
+    local_stack.up(stack_settings)
     assert api.ended(here).state.name == "Crashed"
     await_cancelled(api, cancelled)
     with api.client as client:
@@ -242,13 +242,13 @@ def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(
     stack: StackState, stack_settings: Settings, saves: CheckpointCoordinator, root: Path
 ) -> None:
     begin_slow_save(saves, root, 2)
-    node = embedded.find(stack_settings).ray
+    node = local_stack.find(stack_settings).ray
     processes = psutil.Process(node.pid).children(recursive=True)
     for process in processes:
         if process.name() == "raylet":
             process.kill()
     until(lambda: not node.lives, "the end of the node")
-    embedded.up(stack_settings)
+    local_stack.up(stack_settings)
     assert not left_of(processes)
     saves.save(3, {"model": {"w": torch.ones(3)}})
     saves.wait_all(90)

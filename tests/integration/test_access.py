@@ -13,7 +13,7 @@ from tests.integration.test_packaging import ray_of_another_environment
 from tests.support.database import lay_tables
 from trinity_sync import Settings, StackError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
-from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.doctor import run_checks
 from trinity_sync.stack.services import StackState
 
@@ -41,7 +41,7 @@ def test_a_stack_refuses_connections_without_credentials(
 
 @pytest.mark.usefixtures("stack")
 def test_everything_of_a_stack_listens_on_its_host(stack_settings: Settings) -> None:
-    now = embedded.find(stack_settings)  # other tests restart its parts
+    now = local_stack.find(stack_settings)  # other tests restart its parts
     assert now is not None
     told = " ".join(word for each in processes_of(now) for word in each.cmdline())
     assert not [each for each in ("dashboard.py", "ray.util.client.server") if each in told]
@@ -67,9 +67,9 @@ def test_a_stack_whose_ray_ignores_the_token_does_not_run(tmp_path: Path) -> Non
     before = set(psutil.Process().children(recursive=True))
     refused = pytest.raises(StackError, match=r"without its token.*trinity-sync down")
     with environment(own), refused:
-        embedded.up(another)
+        local_stack.up(another)
     assert not left_of(list(set(psutil.Process().children(recursive=True)) - before))
-    assert embedded.find(another) is None
+    assert local_stack.find(another) is None
 
 
 def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(

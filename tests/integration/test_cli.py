@@ -16,7 +16,7 @@ from tests.support.forked import run_command
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import Settings
-from trinity_sync.stack import embedded
+from trinity_sync.stack import local_stack
 from trinity_sync.stack.services import StackState
 
 COMMAND = [sys.executable, "-m", "trinity_sync"]
@@ -154,8 +154,8 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
     env = {**os.environ, "TRINITY_SYNC_HOME": str(tmp_path)}
     up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
     settings = Settings(home=tmp_path)
-    until(lambda: embedded.find(settings) or up.poll() is not None, "its stack", pause=0.01)
-    found = embedded.find(settings)
+    until(lambda: local_stack.find(settings) or up.poll() is not None, "its stack", pause=0.01)
+    found = local_stack.find(settings)
     assert found is not None
     assert up.poll() is None
     processes = processes_of(found)
@@ -166,10 +166,10 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
         assert up.returncode == 130
         assert "Traceback" not in errors
         assert not left_of(processes)
-        assert embedded.find(settings) is None
+        assert local_stack.find(settings) is None
         assert not Path(found.ray_folder).exists()
     finally:
-        embedded.down(settings)
+        local_stack.down(settings)
 
 
 def test_a_training_dies_of_a_broken_pipe_as_from_the_shell(

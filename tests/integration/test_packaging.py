@@ -25,7 +25,7 @@ from tests.conftest import left_of
 from tests.support.waiting import until
 from trinity_sync import Settings
 from trinity_sync.settings import StackSettings
-from trinity_sync.stack import daemon, embedded
+from trinity_sync.stack import daemon, local_stack
 from trinity_sync.stack.daemon import free_port
 from trinity_sync.stack.services import StackState
 
@@ -142,11 +142,11 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
     script.write_text(
         "import sys\n"
         "from trinity_sync import Settings\n"
-        "from trinity_sync.stack import embedded\n"
+        "from trinity_sync.stack import local_stack\n"
         # server and Ray are given, so it only starts a worker, which deploys
-        "state = embedded.up(Settings())\n"
+        "state = local_stack.up(Settings())\n"
         "print(state.api_url, 'flows' in sys.modules, 'ray' in sys.modules)\n"
-        "embedded.down(Settings())\n"
+        "local_stack.down(Settings())\n"
     )
     home = str(project / "home")
     own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address}
@@ -254,7 +254,7 @@ def await_online(
     try:
         pool = StackSettings(worker={"pool": own["TRINITY_SYNC_STACK__WORKER__POOL"]})
         until(
-            lambda: embedded.status(settings, pool).workers_online or worker.poll() is not None,
+            lambda: local_stack.status(settings, pool).workers_online or worker.poll() is not None,
             "the worker to be online",
         )
         assert worker.poll() is None, log.read_text()

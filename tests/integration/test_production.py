@@ -25,7 +25,7 @@ from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.layout import Kind
 from trinity_sync.orchestration.deploy import PRIORITIES
 from trinity_sync.settings import StackSettings
-from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import iter_committed_steps, require_committed
 from trinity_sync.storage.restore import load_states
@@ -115,7 +115,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
         stderr=subprocess.STDOUT,
     )
     try:
-        until(lambda: embedded.status(settings).workers_online == 2, "both workers")
+        until(lambda: local_stack.status(settings).workers_online == 2, "both workers")
         roots = [tmp_path / f"job{number}" for number in range(3)]
         with ExitStack() as jobs:
             saves = [jobs.enter_context(CheckpointCoordinator(r, settings=settings)) for r in roots]
@@ -146,7 +146,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
 def test_each_queue_has_its_place_and_its_runs_wait_for_one_another(
     stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
-    daemon.stop(embedded.find(settings).worker, 20)
+    daemon.stop(local_stack.find(settings).worker, 20)
     (tmp_path / "job").mkdir()
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("reconcile/reconcile")
@@ -161,7 +161,7 @@ def test_each_queue_has_its_place_and_its_runs_wait_for_one_another(
             job = open_ones.enter_context(CheckpointCoordinator(root, settings=settings))
             job.save(1, {"model": {"w": torch.zeros(10)}}, kind=kind)
             until(lambda kind=kind, root=root: run_of(root, 1, kind), f"the run of a {kind}")
-        embedded.up(settings)
+        local_stack.up(settings)
         saves = [ended(jobs[kind], 1, kind) for kind in ("state_dict", "checkpoint")]
         others = sorted((Api().ended(run) for run in care), key=lambda run: str(run.start_time))
     assert [run.work_queue_name for run in (*saves, others[0])] == list(PRIORITIES)

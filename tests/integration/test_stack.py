@@ -22,7 +22,7 @@ from trinity_sync import CheckpointCoordinator, Settings, StackError
 from trinity_sync.orchestration import deploy
 from trinity_sync.orchestration.deploy import HEARTBEAT_AUTOMATION, open_client
 from trinity_sync.settings import StackSettings
-from trinity_sync.stack import embedded, services
+from trinity_sync.stack import local_stack, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.stack.state_file import lock_home
 
@@ -41,21 +41,21 @@ def on_the_same_ray(
     another: Settings, stack: StackState, stack_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> Settings:
     """The same, where the Ray cluster is that of the first."""
-    now = embedded.find(stack_settings) or stack  # another test may have had it started again
+    now = local_stack.find(stack_settings) or stack  # another test may have had it started again
     for name, value in (now.ray_auth or {}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TRINITY_SYNC_STACK__RAY__ADDRESS", now.ray_address)
     return another
 
 
-def part(settings: Settings, name: str) -> embedded.ServiceStatus:
-    return next(each for each in embedded.status(settings).services if each.name == name)
+def part(settings: Settings, name: str) -> local_stack.ServiceStatus:
+    return next(each for each in local_stack.status(settings).services if each.name == name)
 
 
 def test_a_worker_that_hangs_is_named_and_started_again_and_the_rest_left_alone(
     saves: CheckpointCoordinator, stack_settings: Settings
 ) -> None:
-    before = embedded.find(stack_settings)
+    before = local_stack.find(stack_settings)
     folders = [stack_settings.home, Path(before.ray_folder)]
     for path in [each for folder in folders for each in [folder, *folder.rglob("*")]]:
         os.utime(path, (0, 0), follow_symlinks=False)
@@ -70,13 +70,13 @@ def test_a_worker_that_hangs_is_named_and_started_again_and_the_rest_left_alone(
     secrets = [stack_settings.home / name for name in ("ray_token", services.PASSWORD_FILE)]
     for path in secrets:
         path.rename(path.with_suffix(".away"))
-    after = embedded.up(stack_settings)  # it needs neither
+    after = local_stack.up(stack_settings)  # it needs neither
     for path in secrets:
         path.with_suffix(".away").rename(path)
     assert after.worker != before.worker
     assert (after.server, after.ray) == (before.server, before.ray)
     assert part(stack_settings, "worker").state == "running"
-    assert embedded.status(stack_settings).undeployed == ()
+    assert local_stack.status(stack_settings).undeployed == ()
 
     def find_old(*action: str) -> str:
         clean = ["find", *map(str, folders), "-mtime", "+9", *action, "-print"]
@@ -92,7 +92,7 @@ def test_a_worker_that_hangs_is_named_and_started_again_and_the_rest_left_alone(
 def test_a_server_and_a_ray_that_hang_are_named_and_started_again(
     saves: CheckpointCoordinator, stack_settings: Settings
 ) -> None:
-    before = embedded.find(stack_settings)
+    before = local_stack.find(stack_settings)
     for process in processes_of(before):
         if process.name() == "raylet" or process.pid == before.server.pid:
             process.suspend()
@@ -100,7 +100,7 @@ def test_a_server_and_a_ray_that_hang_are_named_and_started_again(
     until(lambda: all(part(stack_settings, each).state == "unresponsive" for each in hangs), "it")
     told = run("status")
     assert (told.returncode, "trinity-sync up starts" in told.stderr) == (3, True)
-    assert not {*before.daemons} & {*embedded.up(stack_settings).daemons}
+    assert not {*before.daemons} & {*local_stack.up(stack_settings).daemons}
     saves.save(1, {"model": {"w": torch.zeros(9)}})
     saves.wait_all(60)
 
@@ -157,28 +157,28 @@ def test_a_work_pool_that_was_deleted_in_the_ui_is_named_by_status_and_made_by_t
     stack: StackState, stack_settings: Settings
 ) -> None:
     with open_client(stack.api_url) as client:
-        client.request("DELETE", f"/work_pools/{embedded.status(stack_settings).pool}")
+        client.request("DELETE", f"/work_pools/{local_stack.status(stack_settings).pool}")
     done = run("status")
     assert done.returncode == 3
     assert "retention; trinity-sync up deploys them" in done.stderr
-    embedded.up(stack_settings)
-    assert embedded.status(stack_settings).undeployed == ()
+    local_stack.up(stack_settings)
+    assert local_stack.status(stack_settings).undeployed == ()
     until(lambda: run("status").returncode == 0, "the worker to be online again")
 
 
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     stack: StackState, on_the_same_ray: Settings, stack_settings: Settings
 ) -> None:
-    another, now = on_the_same_ray, embedded.find(stack_settings)
-    state = embedded.up(another)
+    another, now = on_the_same_ray, local_stack.find(stack_settings)
+    state = local_stack.up(another)
     try:
         assert (state.server, state.ray) == (None, None)
         assert (state.api_url, state.ray_address) == (now.api_url, now.ray_address)
         assert part(another, "server").state == "external"
-        assert embedded.status(another).workers_online == 1
+        assert local_stack.status(another).workers_online == 1
         processes = processes_of(state)
     finally:
-        embedded.down(another)
+        local_stack.down(another)
     assert processes
     assert not left_of(processes)
     # the deployment belongs to one pool, and that is the session's again
@@ -198,7 +198,7 @@ def test_down_leaves_no_process_and_no_file(
     )  # fmt: skip
     services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}
     assert services["server"]["status"] == services["ray"]["status"] == "running"
-    state = embedded.find(another)
+    state = local_stack.find(another)
     assert state.config == str(config)
     deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
     processes = processes_of(state)
@@ -206,12 +206,12 @@ def test_down_leaves_no_process_and_no_file(
     assert {"gcs_server", "raylet"} <= names
     assert Path(state.ray_folder).is_dir()
 
-    assert embedded.down(another)
+    assert local_stack.down(another)
 
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
-    assert embedded.find(another) is None
-    assert not embedded.down(another)
+    assert local_stack.find(another) is None
+    assert not local_stack.down(another)
 
 
 UNIT = Path(__file__).parents[2] / "deploy/systemd/trinity-sync.service"
@@ -231,7 +231,7 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
             if running.poll() is not None:
                 raise AssertionError(f"it ended with {running.returncode}")
             with lock_home(another.home):  # no start is under way
-                state = embedded.find(another)
+                state = local_stack.find(another)
             return state if state and len(state.daemons) == 3 and is_new(state) else None
 
         return until(look, "the stack")
@@ -250,10 +250,10 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
             running.terminate()
             assert running.wait(60) == 0
             assert not left_of(processes)
-            assert embedded.find(another) is None
+            assert local_stack.find(another) is None
         finally:
             running.kill()
-            embedded.down(another)
+            local_stack.down(another)
             deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
 
 
@@ -269,15 +269,15 @@ def test_what_works_runs_on_if_the_worker_does_not_start_as_with_too_little_memo
             metrics = f"127.0.0.1:{taken.getsockname()[1]}"
             stack = StackSettings(worker={"pool": "another", "metrics": metrics, "nice": 0})
             with pytest.raises(StackError, match=rf"the flow worker ended.*{metrics}") as caught:
-                embedded.up(another, stack)
+                local_stack.up(another, stack)
         assert "what works runs on (ray); trinity-sync up" in caught.value.hint
-        before = embedded.find(another)
+        before = local_stack.find(another)
         assert before.ray.lives
         with pytest.raises(StackError, match=low):
-            embedded.up(another, stack)
-        assert embedded.find(another).ray == before.ray
+            local_stack.up(another, stack)
+        assert local_stack.find(another).ray == before.ray
     finally:
-        embedded.down(another)
+        local_stack.down(another)
         deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
 
 
@@ -303,7 +303,7 @@ def test_a_given_part_that_does_not_answer_is_an_error_before_anything_starts(
     monkeypatch.setenv(variable, address)
     another = Settings(home=another.home)
     with pytest.raises(StackError, match=f"{name}={address}"):
-        embedded.up(another)
+        local_stack.up(another)
     assert not (another.home / "logs").exists()
 
 
@@ -312,7 +312,7 @@ def test_a_server_of_our_own_is_not_exchanged_for_another(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with pytest.raises(StackError, match="trinity-sync down"):
-        embedded.up(stack_settings)
+        local_stack.up(stack_settings)
 
 
 @pytest.mark.parametrize("wrong", ["{server}", "{server}/nothing", "not a url", "http://[::"])
@@ -334,4 +334,4 @@ OF_ANOTHER_RELEASE = '{"format": 9, "server": null, "ray": null, "worker": null}
 def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "stack.json").write_text(text)
     with pytest.raises(StackError, match=r"stack\.json is corrupted, or of another release"):
-        embedded.status(Settings(home=tmp_path))
+        local_stack.status(Settings(home=tmp_path))

@@ -22,7 +22,7 @@ from trinity_sync.orchestration.quantities import format_duration
 
 if TYPE_CHECKING:
     from trinity_sync.settings import Settings
-    from trinity_sync.stack.embedded import StackStatus
+    from trinity_sync.stack.local_stack import StackStatus
     from trinity_sync.stack.services import StackState
 
 
@@ -45,21 +45,21 @@ def up(
     server or Ray has died or does not answer, all services are stopped and started again, at the
     same addresses.
     """
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
     settings, start = read_settings(), time.monotonic()
     if block:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _tell_progress():
-        state = embedded.up(settings, timeout_s=timeout)
+        state = local_stack.up(settings, timeout_s=timeout)
     seconds = time.monotonic() - start
-    report = embedded.status(settings)
+    report = local_stack.status(settings)
     print_object("stack", report, output, lambda: _print_ready(settings, state, report, seconds))
     if block:
         try:
-            embedded.keep_up(settings, state, timeout_s=timeout)
+            local_stack.keep_up(settings, state, timeout_s=timeout)
         except KeyboardInterrupt:
-            embedded.down(settings)
+            local_stack.down(settings)
 
 
 @contextmanager
@@ -84,12 +84,12 @@ def restart(timeout: Timeout = 180.0, config: ConfigFile = None, output: Output 
     shared memory meanwhile.
     """
     from trinity_sync.settings import StackSettings, use_config_file
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
-    state = embedded.find(read_settings())
+    state = local_stack.find(read_settings())
     with use_config_file(state.config if state else ""):
         StackSettings()  # an error in the file must not stop the stack
-        embedded.down(read_settings())
+        local_stack.down(read_settings())
         up(timeout=timeout, output=output)
 
 
@@ -105,12 +105,12 @@ def join(
     output: Output = "table",
 ) -> None:
     """Join the stack of another machine: start a Ray node and a flow worker here."""
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
     settings = read_settings()
     with _tell_progress():
-        embedded.join(settings, invitation)
-    report = embedded.status(settings)
+        local_stack.join(settings, invitation)
+    report = local_stack.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
 
 
@@ -126,11 +126,11 @@ def run(
     config: ConfigFile = None,
 ) -> None:
     """Start the stack, if it does not run; run a training with its environment variables."""
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
     settings = read_settings()
     with _tell_progress():
-        state = embedded.up(settings)
+        state = local_stack.up(settings)
     asks = "; its password: trinity-sync ui" if state.api_auth else ""
     typer.echo(f"Prefect UI: {_ui_url(state.api_url)}/runs{asks}", err=True)
     try:
@@ -147,19 +147,19 @@ def run(
 )  # fmt: skip
 def down(yes: Yes = False, output: Output = "table") -> None:
     """Stop the services that up started."""
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
     settings = read_settings()
     waiting = 0
     with suppress(SpoolError, OSError):  # doctor reports it
-        waiting = sum(len(job.steps) for job in embedded.list_waiting_saves(settings.spool))
-    if embedded.find(settings) is not None and waiting:
+        waiting = sum(len(job.steps) for job in local_stack.list_waiting_saves(settings.spool))
+    if local_stack.find(settings) is not None and waiting:
         confirm(
             f"stop the stack while {waiting} steps in shared memory are not committed, which a "
             "restart of the machine would lose",
             yes=yes,
         )
-    stopped = embedded.down(settings)
+    stopped = local_stack.down(settings)
     text = "stopped" if stopped else f"nothing to stop: there is no stack in {settings.home}"
     print_object("stack", StoppedStack(str(settings.home), stopped), output, text)
 
@@ -181,7 +181,7 @@ def status(
     output: Output = "table",
 ) -> None:
     """Show the services, their addresses, whether a worker is online, and what waits in memory."""
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
     settings = read_settings()
     if prometheus:
@@ -189,7 +189,7 @@ def status(
             from trinity_sync.orchestration.metrics import WorkerMetrics
         WorkerMetrics().write_gauges(settings, prometheus)
         return
-    report = embedded.status(settings)
+    report = local_stack.status(settings)
     print_object("stack", report, output, lambda: _print_stack(report))
     is_alone = report.services[0].state == "not used"
     down = {each.state for each in report.services} - {"running", "external", "not used", "idle"}
@@ -262,10 +262,10 @@ def ui(
     import webbrowser
 
     from trinity_sync.client.prefect_connection import hide_password
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
     settings = read_settings()
-    state = embedded.find(settings)
+    state = local_stack.find(settings)
     url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else "")
     if not url:
         raise with_hint(PrefectApiError("no Prefect server is known"), "trinity-sync up")
@@ -284,9 +284,9 @@ def ui(
 @app.command('eval "$(trinity-sync env)"', panel="Run the stack")
 def env() -> None:
     """Print the environment variables with which a training uses the running stack."""
-    from trinity_sync.stack import embedded
+    from trinity_sync.stack import local_stack
 
-    state = embedded.find(read_settings())
+    state = local_stack.find(read_settings())
     if state is None or not state.environment:
         typer.echo("false")  # the exit code of eval "$(...)"
         raise with_hint(PrefectApiError("no stack runs"), "trinity-sync up")
@@ -320,15 +320,15 @@ def deploy(config: ConfigFile = None, output: Output = "table") -> None:
 def worker(config: ConfigFile = None) -> None:
     """Run a flow worker in the foreground, for the services of the settings or of up."""
     from trinity_sync.settings import StackSettings
-    from trinity_sync.stack import embedded, services
+    from trinity_sync.stack import local_stack, services
 
     settings, stack = read_settings(), StackSettings()
-    state = (embedded.find(settings) or services.StackState()).with_external(
-        os.environ.get(embedded.API_URL, ""), stack.ray.address
+    state = (local_stack.find(settings) or services.StackState()).with_external(
+        os.environ.get(local_stack.API_URL, ""), stack.ray.address
     )
     for variable, named in (
-        (embedded.API_URL, state.api_url),
-        (embedded.RAY_ADDRESS, state.ray_address),
+        (local_stack.API_URL, state.api_url),
+        (local_stack.RAY_ADDRESS, state.ray_address),
     ):
         if not named:
             raise StackError(f"{variable} is not set and no stack runs. Run trinity-sync up first.")
@@ -336,8 +336,8 @@ def worker(config: ConfigFile = None) -> None:
         state.ray_address
     ):  # Ray itself retries for minutes; a server may be away
         raise StackError(
-            f"nothing answers at {embedded.RAY_ADDRESS}={state.ray_address}. Start Ray there, or "
-            "correct it; trinity-sync up starts the stack's own"
+            f"nothing answers at {local_stack.RAY_ADDRESS}={state.ray_address}. Start Ray there, "
+            "or correct it; trinity-sync up starts the stack's own"
         )
     env = services.build_environment(settings, stack, state)
     services.make_home(settings.home)

@@ -27,7 +27,7 @@ from trinity_sync.orchestration.package_paths import find_missing_deployments
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, sort_job_spools
-from trinity_sync.stack import embedded, list_missing_packages, services
+from trinity_sync.stack import list_missing_packages, local_stack, services
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
 
@@ -46,11 +46,11 @@ REMOVES_IPC = [
 
 def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     """Run all checks, also those of a job if its root is given; yield each result once known."""
-    state = embedded.find(settings)
+    state = local_stack.find(settings)
     yield from _guard("settings", lambda: [_check_settings(state)])
-    stack = embedded.read_running_settings(state) or StackSettings()
+    stack = local_stack.read_running_settings(state) or StackSettings()
     yield from _guard("packages", lambda: [_check_installation()])
-    is_alone = not embedded.uses_stack(settings, stack)
+    is_alone = not local_stack.uses_stack(settings, stack)
     if is_alone:
         yield Check("stack", "ok", "not used: savers commit all saves")
     else:
@@ -86,10 +86,10 @@ def _guard(name: str, run: Callable[[], Iterable[Check]]) -> Iterator[Check]:
 
 def _check_settings(state: StackState | None) -> Check:
     """Compare the settings of a running stack with those of the file and the environment."""
-    if embedded.read_running_settings(state) is None:
+    if local_stack.read_running_settings(state) is None:
         return Check("settings", "ok", "valid; no stack runs here")
     assert state is not None
-    if changed := embedded.find_changes(state):
+    if changed := local_stack.find_changes(state):
         found = f"differ from those of the running stack: {'; '.join(changed)}"
         return Check("settings", "warn", found, "apply them: trinity-sync restart")
     return Check("settings", "ok", "are those of the running stack")
@@ -187,8 +187,8 @@ async def _ask_server(api: PrefectApi, pool: str) -> AsyncIterator[Check]:
 
 def _check_services(state: StackState) -> Iterator[Check]:
     problems = {"dead": "has ended", "unresponsive": "does not answer", "unknown": "is elsewhere"}
-    for name in embedded.NAMES:
-        each = embedded.check_service(state, name)
+    for name in local_stack.NAMES:
+        each = local_stack.check_service(state, name)
         if why := problems.get(each.state):
             found = f"process {each.pid}, which up started, {why}; its log: {each.log}"
             where = " where it was started" * (each.state == "unknown")
@@ -240,7 +240,7 @@ def _check_access(stack: StackSettings, state: StackState) -> Iterator[Check]:
 
 def _check_savers(settings: Settings, is_alone: bool) -> Iterator[Check]:
     """Check that a saver lives where saves wait for one, and how the last one has ended."""
-    for each in embedded.check_savers(settings, is_alone=is_alone):
+    for each in local_stack.check_savers(settings, is_alone=is_alone):
         found = f"process {each.pid}" if each.pid else "none lives, the next save starts one"
         found += " does not answer" * (each.state == "unresponsive") + f"; its log: {each.log}"
         is_wrong = each.state in ("dead", "unresponsive")

@@ -90,7 +90,7 @@ def write_state(home: Path, state: StackState) -> None:
 
 
 def write_invitation(settings: Settings, state: StackState) -> None:
-    """Write the invitation for `embedded.join`, if other machines can reach this one."""
+    """Write the invitation for `local_stack.join`, if other machines can reach this one."""
     if not state.server or not state.ray or state.host == LOCAL_HOST:
         return
     auth = dict(state.ray_auth or {})

@@ -17,7 +17,7 @@ from tests.integration.nodes.joined import a_rank_on_each
 from tests.support.database import lay_tables
 from trinity_sync import Settings, StackError
 from trinity_sync.settings import StackSettings
-from trinity_sync.stack import daemon, embedded
+from trinity_sync.stack import daemon, local_stack
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import require_committed
 
@@ -49,11 +49,11 @@ def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
     settings, _ = machines
     lay_tables(settings)
     with environment({}):
-        state = embedded.up(settings, at(2))
+        state = local_stack.up(settings, at(2))
     yield state
-    processes = processes_of(embedded.find(settings) or state)
+    processes = processes_of(local_stack.find(settings) or state)
     with environment({}):
-        embedded.down(settings)
+        local_stack.down(settings)
     assert not left_of(processes)
 
 
@@ -65,15 +65,15 @@ def joined(
     invitation = tmp_path_factory.mktemp("copied") / "join.json"
     shutil.copy(first.home / "join.json", invitation)
     with environment({}):
-        state = embedded.join(second, invitation, stack=at(3))
+        state = local_stack.join(second, invitation, stack=at(3))
     yield state
-    state = embedded.find(second) or state
+    state = local_stack.find(second) or state
     processes = processes_of(state)
     with environment({}):
-        embedded.down(second)
+        local_stack.down(second)
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
-    assert (embedded.find(machines[0]) or head).lives
+    assert (local_stack.find(machines[0]) or head).lives
 
 
 def test_a_server_that_others_reach_asks_for_a_password_that_only_its_user_can_read(
@@ -116,8 +116,8 @@ def test_up_on_a_joined_machine_changes_nothing_while_all_runs(
     joined: StackState, machines: tuple[Settings, Settings]
 ) -> None:
     with environment({}):
-        assert embedded.up(machines[1], at(3)) == joined
-        found = embedded.status(machines[1], at(3))
+        assert local_stack.up(machines[1], at(3)) == joined
+        found = local_stack.status(machines[1], at(3))
     assert [part.state for part in found.services[:3]] == ["external", "running", "running"]
     assert found.workers_online == 2
 
@@ -126,7 +126,7 @@ def test_a_home_with_a_stack_of_its_own_joins_no_other(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
     with pytest.raises(StackError, match="has a stack already"):
-        embedded.join(machines[0], machines[0].home / "join.json")
+        local_stack.join(machines[0], machines[0].home / "join.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"url": "x"})])
@@ -134,8 +134,8 @@ def test_what_is_no_invitation_is_named_and_nothing_is_begun(tmp_path: Path, tex
     (tmp_path / "join.json").write_text(text)
     settings = Settings(home=tmp_path / "home")
     with pytest.raises(StackError, match="is not an invitation of a stack"):
-        embedded.join(settings, tmp_path / "join.json")
-    assert embedded.find(settings) is None
+        local_stack.join(settings, tmp_path / "join.json")
+    assert local_stack.find(settings) is None
 
 
 def test_a_machine_that_could_not_join_has_not_joined(
@@ -146,21 +146,21 @@ def test_a_machine_that_could_not_join_has_not_joined(
     (tmp_path / "join.json").write_text(json.dumps(away))
     settings = Settings(home=tmp_path / "home")
     with pytest.raises(StackError, match="does not answer"):
-        embedded.join(settings, tmp_path / "join.json")
-    assert embedded.find(settings) is None
+        local_stack.join(settings, tmp_path / "join.json")
+    assert local_stack.find(settings) is None
 
 
 @pytest.mark.slow
 def test_a_head_that_ran_is_restarted_where_it_was_whatever_the_shell_says(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
-    before = embedded.find(machines[0])
+    before = local_stack.find(machines[0])
     server = psutil.Process(before.server.pid)
     server.kill()
     server.wait(60)
     with environment({}):
-        after = embedded.up(machines[0], at(3))
-        changed = embedded.status(machines[0], at(3)).changed
+        after = local_stack.up(machines[0], at(3))
+        changed = local_stack.status(machines[0], at(3)).changed
     assert changed == ("server.host: 127.0.0.2, now 127.0.0.3",)
     assert (after.api_url, after.api_auth) == (before.api_url, before.api_auth)
 
@@ -171,13 +171,13 @@ def test_a_head_that_was_stopped_comes_back_where_the_joined_machine_looks_for_i
 ) -> None:
     first, second = machines
     with environment({}):
-        assert embedded.down(first)
+        assert local_stack.down(first)
         with pytest.raises(StackError, match=r"join with its current join\.json"):
-            embedded.up(second, at(3))
-        state = embedded.up(first, at(2))
+            local_stack.up(second, at(3))
+        state = local_stack.up(first, at(2))
         assert (state.api_url, state.ray_address) == (head.api_url, head.ray_address)
         daemon.stop(joined.ray, 10)  # it ends by itself within a minute, as its head is another
-        embedded.up(second, at(3))
-        found = embedded.status(second, at(3))
+        local_stack.up(second, at(3))
+        found = local_stack.status(second, at(3))
     assert [part.state for part in found.services[:3]] == ["external", "running", "running"]
     assert found.workers_online

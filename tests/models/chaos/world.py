@@ -28,7 +28,7 @@ from tests.support.postgres import Postgres
 from tests.support.savers import savers_of
 from trinity_sync.client.saver_control import LOG
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import iter_committed_steps
 from trinity_sync.storage.manifest import Manifest
@@ -138,7 +138,7 @@ class World:
         self.kill_training()
         self.kill_explorer()
         with suppress(Exception):
-            embedded.down(self.settings)
+            local_stack.down(self.settings)
         for saver in self.savers:
             saver.kill()
         for part in self.server.daemons:
@@ -164,7 +164,7 @@ class World:
         assert self.proxy is not None
         self._is_away = True
         self.proxy.cut()
-        embedded.down(self.settings)
+        local_stack.down(self.settings)
         try:
             yield
         finally:
@@ -204,7 +204,7 @@ class World:
         refresh_global_settings_context()
         if not self.stack.lives:
             with patch.dict(os.environ, self.trouble.environment):
-                self.stack = embedded.up(self.settings, timeout_s=WAIT_S)
+                self.stack = local_stack.up(self.settings, timeout_s=WAIT_S)
 
     def start_training(self, *, into: list[subprocess.Popen[bytes]] | None = None) -> None:
         self.starts += 1

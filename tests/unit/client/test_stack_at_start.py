@@ -14,7 +14,7 @@ from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
-from trinity_sync.stack.embedded import _with_own_address
+from trinity_sync.stack.local_stack import _with_own_address
 
 DEPLOYMENT = "/deployments/name/save-step/save-step"
 KNOWN = {DEPLOYMENT: (200, '{"id": "5f3c4e9e-52d8-4be6-9d8f-6ad0a50a7e6c"}')}

@@ -47,7 +47,7 @@ from trinity_sync.remote.remote_root import Remote, refuse_credentials
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import get_job_spool
-from trinity_sync.stack import daemon, embedded, services, state_file
+from trinity_sync.stack import daemon, local_stack, services, state_file
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.commit import commit
@@ -384,7 +384,7 @@ def test_credentials_and_logs_of_the_stack_can_be_read_by_no_other_user(
     assert (mode_of(token), mode_of(tmp_path / "stack.json")) == (0o600, 0o600)
     assert auth["RAY_AUTH_TOKEN"] == token.read_text() != "known to all"
     (tmp_path / "stack.json").chmod(0o644)
-    assert embedded.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
+    assert local_stack.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
     assert mode_of(tmp_path / "stack.json") == 0o600
     with environment({"RAY_AUTH_MODE": ""}):
         before, _ = token.read_text(), services._ray_auth(tmp_path)
@@ -433,13 +433,13 @@ def test_no_other_user_may_write_where_the_stack_looks_for_its_modules(tmp_path:
         pytest.raises(StackError, match="nothing answers"),
         environment({"PREFECT_API_URL": "http://127.0.0.1:9/api"}),
     ):
-        embedded.up(Settings(home=home))
+        local_stack.up(Settings(home=home))
     assert mode_of(home) == 0o755
     if os.getuid():
         pytest.skip("only root can give folders away")
     os.chown(home, 12345, 12345)
     with pytest.raises(StackError, match="others than this user may write home"):
-        embedded.up(Settings(home=home))
+        local_stack.up(Settings(home=home))
 
 
 def test_a_home_below_another_users_folder_of_a_shared_one_is_refused(tmp_path: Path) -> None:
@@ -475,5 +475,5 @@ def test_a_stack_that_others_may_have_written_is_not_touched(tmp_path: Path) -> 
     state_file.write_state(tmp_path, state)
     of_others(tmp_path / "stack.json")
     with pytest.raises(StackError, match="others may write it"):
-        embedded.down(Settings(home=tmp_path))
+        local_stack.down(Settings(home=tmp_path))
     assert (tmp_path / "mine").exists()

@@ -13,7 +13,7 @@ from tests.conftest import environment
 from tests.support.command import invoke
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.settings import CONFIG, Settings, StackSettings
-from trinity_sync.stack import daemon, embedded
+from trinity_sync.stack import daemon, local_stack
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.doctor import run_checks
 from trinity_sync.stack.services import StackState
@@ -96,9 +96,9 @@ def test_a_running_stack_with_other_settings_is_said_and_what_applies_them(home:
         "TRINITY_SYNC_STACK__WORKER__NICE": "5",
         "TRINITY_SYNC_STACK__CATALOG__URL": "postgresql://user:secret@host/other",
     }
-    assert embedded.find_changes(state, recorded) == ()
+    assert local_stack.find_changes(state, recorded) == ()
     with environment({"TRINITY_SYNC_HOME": str(home), **named}):
-        assert embedded.status(Settings()).changed == (
+        assert local_stack.status(Settings()).changed == (
             "worker.nice: 19, now 5",
             "catalog.url: postgresql://user:***@host/db, now postgresql://user:***@host/other",
         )
@@ -116,17 +116,17 @@ def test_settings_are_compared_with_the_file_that_up_was_given(home: Path, tmp_p
     state = replace(running(StackSettings(worker={"nice": 5})), config=str(path))
     write_state(home, state)
     with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: ""}):
-        assert embedded.find_changes(embedded.find(Settings()) or StackState()) == ()
+        assert local_stack.find_changes(local_stack.find(Settings()) or StackState()) == ()
         assert "trinity-sync restart" not in invoke("status").output
         path.write_text("[worker]\nnice = 6\n")
-        assert embedded.find_changes(state) == ("worker.nice: 5, now 6",)
+        assert local_stack.find_changes(state) == ("worker.nice: 5, now 6",)
         path.write_text("[worker]\nniec = 6\n")
         refused = invoke("restart")
         assert (refused.exit_code, "unknown key niec in [worker]" in refused.output) == (2, True)
-        assert embedded.find(Settings()) == state
+        assert local_stack.find(Settings()) == state
         assert not os.environ.get(CONFIG)
     with environment({CONFIG: str(other)}):
-        assert embedded.find_changes(state) == ("worker.nice: 5, now 7",)
+        assert local_stack.find_changes(state) == ("worker.nice: 5, now 7",)
 
 
 def test_a_stack_that_does_not_run_has_no_settings_to_keep(home: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_stack_that_does_not_run_has_no_settings_to_keep(home: Path) -> None:
     with environment(
         {"TRINITY_SYNC_HOME": str(home), "TRINITY_SYNC_STACK__WORKER__POOL": "another"}
     ):
-        found = embedded.status(Settings())
+        found = local_stack.status(Settings())
     assert (found.changed, found.pool) == ((), "another")
 
 
@@ -144,5 +144,5 @@ def test_a_file_that_became_invalid_hides_no_status(home: Path, tmp_path: Path) 
     path = tmp_path / "trinity_sync.toml"
     path.write_text("[server]\nprot = 1\n")
     with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: str(path)}):
-        (said,) = embedded.status(Settings()).changed
+        (said,) = local_stack.status(Settings()).changed
     assert "unknown key prot" in said

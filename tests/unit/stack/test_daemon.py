@@ -23,7 +23,7 @@ from tests.support.waiting import until
 from trinity_sync.errors import StackError
 from trinity_sync.fs.process import is_process_alive, read_process_identity
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState
 
@@ -193,9 +193,9 @@ def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) 
     server = start("import time; time.sleep(60)", tmp_path)
     settings, started = Settings(home=tmp_path), StackState("http://127.0.0.1:9/api", server=server)
     with pytest.raises(OSError, match="too large"), no_file_above(100):
-        embedded._start(lambda *_: started, settings, StackSettings(), StackState())
+        local_stack._start(lambda *_: started, settings, StackSettings(), StackState())
     assert not server.lives
-    assert embedded.find(settings) is None
+    assert local_stack.find(settings) is None
 
 
 @pytest.mark.parametrize("until", ["it runs", "it is a zombie", "it is gone"])

@@ -29,7 +29,7 @@ from trinity_sync.errors import PrefectApiError, StackError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.orchestration.package_paths import read_deployments
 from trinity_sync.settings import Settings, StackSettings, default_home
-from trinity_sync.stack import daemon, embedded, services
+from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState, is_server_ready
 from trinity_sync.stack.state_file import write_state
@@ -52,7 +52,7 @@ def test_what_does_not_answer_is_away_and_what_is_named_instead_of_the_stacks_pa
         "TRINITY_SYNC_STACK__RAY__ADDRESS": f"127.0.0.1:{listening}",
     }
     with environment(named):
-        found = embedded.status(Settings(home=tmp_path))
+        found = local_stack.status(Settings(home=tmp_path))
     assert [part.state for part in found.services[:3]] == ["away", "external", "absent"]
     assert "no Prefect server can be reached at http://127.0.0.1:9" in found.reason
     ours, theirs = "127.0.0.1:9", f"127.0.0.1:{listening}"
@@ -60,7 +60,7 @@ def test_what_does_not_answer_is_away_and_what_is_named_instead_of_the_stacks_pa
     (tmp_path / "stack.json").write_text(json.dumps(state))
     for address, differs in ((theirs, True), (ours, False), ("", False)):
         with environment({"TRINITY_SYNC_STACK__RAY__ADDRESS": address}):
-            sentences = embedded.status(Settings(home=tmp_path)).overrides
+            sentences = local_stack.status(Settings(home=tmp_path)).overrides
         assert len(sentences) == differs
         assert all(theirs in sentence and ours in sentence for sentence in sentences)
 
@@ -72,7 +72,7 @@ def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_
     with server(answers, login="me:secret") as url:
         named = url.replace("//", "//me:secret@")
         with environment({"PREFECT_API_URL": named}):
-            found = embedded.status(Settings(home=tmp_path))
+            found = local_stack.status(Settings(home=tmp_path))
     assert (found.waiting_runs, found.reason, found.services[0].url) == (3, "", url)
     assert "secret" not in json.dumps(to_json(found))
 
@@ -133,8 +133,8 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
         environment(named),
         pytest.raises(StackError, match=f"at http://{address}/api does not answer within 0.5 s"),
     ):
-        embedded.up(settings, timeout_s=0.5)
-    assert embedded.find(settings) is None
+        local_stack.up(settings, timeout_s=0.5)
+    assert local_stack.find(settings) is None
 
 
 def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
@@ -188,11 +188,11 @@ IN_A_CONTAINER = """
 import sys
 from pathlib import Path
 from trinity_sync import Settings, StackError
-from trinity_sync.stack import embedded
+from trinity_sync.stack import local_stack
 
 settings = Settings(home=Path(sys.argv[1]))
-print([each.state for each in embedded.status(settings).services[:3]])
-for command in (embedded.up, embedded.down):
+print([each.state for each in local_stack.status(settings).services[:3]])
+for command in (local_stack.up, local_stack.down):
     try:
         command(settings)
     except StackError as error:
@@ -212,7 +212,7 @@ def test_a_stack_of_another_pid_namespace_is_left_alone_until_it_has_ended(tmp_p
     state = sleeping(tmp_path)
     try:
         assert look(IN_A_CONTAINER) == "['absent', 'absent', 'unknown']\nTrue\nTrue\n"
-        assert embedded.find(Settings(home=tmp_path)) == state
+        assert local_stack.find(Settings(home=tmp_path)) == state
         assert state.lives
     finally:
         daemon.stop(state.daemons[0], 10)
@@ -223,10 +223,10 @@ ENDED = """
 import sys
 from pathlib import Path
 from trinity_sync import Settings
-from trinity_sync.stack import embedded
+from trinity_sync.stack import local_stack
 
 settings = Settings(home=Path(sys.argv[1]))
-print(embedded.find(settings).daemons, embedded.down(settings))
+print(local_stack.find(settings).daemons, local_stack.down(settings))
 """
 
 
@@ -251,7 +251,7 @@ def test_a_server_whose_port_another_one_has_got_starts_at_the_next(
         second = StackState(api_url=other, server=ours)
         monkeypatch.setattr(services, "start_server", lambda *_: second)
         first = StackState(api_url=url, server=ended)
-        assert embedded._await_server(settings, StackSettings(), first, 60) == second
+        assert local_stack._await_server(settings, StackSettings(), first, 60) == second
 
 
 OF_ANOTHER_USER = """
@@ -327,7 +327,9 @@ def test_who_listens_is_found_without_a_look_at_all_connections(listening: int) 
 
 def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path: Path) -> None:
     with pytest.raises(StackError, match=r"server\.host is 0\.0\.0\.0"):
-        embedded.up(Settings(home=tmp_path), StackSettings(server={"host": "0.0.0.0"}), timeout_s=1)
+        local_stack.up(
+            Settings(home=tmp_path), StackSettings(server={"host": "0.0.0.0"}), timeout_s=1
+        )
     assert not (tmp_path / "logs").exists()
 
 
