@@ -9,6 +9,7 @@ names. PEFT then loads names and shapes into a second such model, before anythin
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -113,13 +114,14 @@ def write_files(
         )
     if split.adapter:
         _write_adapter(progress, model, split, written)
-    dtypes = [written[name][1] for name in split.base or split.adapter]
-    kinds = [dtype for dtype in dtypes if dtype.is_floating_point]
+    counts = Counter[torch.dtype]()
+    for name in split.base or split.adapter:
+        counts[written[name][1]] += written[name][0].numel()
+    kinds = [dtype for dtype, _ in counts.most_common() if dtype.is_floating_point]
     for name in small:
         content = (huggingface / name).read_bytes()
         if name == "config.json" and kinds:
-            content = naming.config if naming else content
-            content = set_dtype(content, max(set(kinds), key=kinds.count))
+            content = set_dtype(naming.config if naming else content, kinds[0])
         progress.write_file(name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
 
 

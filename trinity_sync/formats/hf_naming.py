@@ -66,14 +66,14 @@ class Naming:
 
 def find_kept(names: Iterable[str], shell: Any, dtype: torch.dtype | None) -> list[str]:
     """Return the names that transformers keeps in ``float32`` in a model of ``dtype``."""
-    kept = ["strict"] if dtype in (torch.float16, torch.bfloat16) else []
+    if dtype not in (torch.float16, torch.bfloat16):
+        return []
+    patterns = [*(shell._keep_in_fp32_modules_strict or ())]
     if dtype is torch.float16:
-        kept.append("")
-    lists = (f"_keep_in_fp32_modules_{each}".rstrip("_") for each in kept)
-    patterns = [
-        each.replace("*", ".*") for one in lists for each in getattr(shell, one, None) or ()
-    ]
-    return [name for name in names if any(re.search(each, name) for each in patterns)]
+        patterns += shell._keep_in_fp32_modules or ()
+    pattern = "|".join(patterns).replace("*", ".*") or "$^"
+    made = {name for name, tensor in shell.state_dict().items() if tensor.dtype is torch.float32}
+    return [name for name in names if name in made or re.search(pattern, name)]
 
 
 def require_config(folder: Path) -> None:
@@ -202,8 +202,9 @@ class Architecture:
                 if untied:
                     config.tie_word_embeddings = False
                     config.get_text_config().tie_word_embeddings = False
-                with torch.device("meta"):
-                    shell = find_auto_class(config).from_config(config, trust_remote_code=trusts)
+                made = {"dtype": torch.bfloat16, "trust_remote_code": trusts}
+                with torch.device("meta"):  # where it makes in float32 what `find_kept` finds
+                    shell = find_auto_class(config).from_config(config, **made)
             except (OSError, ValueError, KeyError) as error:
                 if isinstance(error, ConfigError):
                     raise

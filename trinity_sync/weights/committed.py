@@ -137,6 +137,8 @@ SHARED_POLL_S = 1.0
 """Seconds between two polls of a shared file system, whose server answers each of them."""
 SCAN_S = 30.0
 """Seconds between two scans of all manifests: a commit may die before it moves the pointer."""
+RETRY_S = 1.0
+"""Seconds before commits or versions that could not be read are read again."""
 
 CommitSignature = tuple[FileSignature, FileSignature, FileSignature]
 """Of the latest pointer, of the manifest of the step that it names, and of the job's identity."""

@@ -33,6 +33,7 @@ from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool, require_own_folder
 from trinity_sync.storage.runs import is_run_gone, is_superseded, list_runs
 from trinity_sync.weights.committed import (
+    RETRY_S,
     SCAN_S,
     CommitNotification,
     Signature,
@@ -53,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRY_S = 0.5
 """Longest pause, in seconds, between two attempts to open a version."""
-RETRY_S = 1.0
-"""Seconds before versions that could not be read are read again."""
 TICK_S = 0.1
 """Seconds after which a change to a folder gives it another time. Kernels take file times from a
 clock that ticks every 1 to 10 ms."""
@@ -102,9 +101,9 @@ class WeightReader:
             Synchronizer, or ``actor``.
         dtype: dtype to which floating-point tensors are rounded as they are copied, e.g.
             ``torch.bfloat16`` for a trainer with ``float32`` master weights. Not rounded is what
-            `load_into` loads into a ``float32`` tensor, what `WeightFolder` finds in the model's
-            ``_keep_in_fp32_modules``, and what ``keep_float32`` names. By default tensors keep the
-            trainer's dtypes, and targets have them as well.
+            `load_into` loads into a ``float32`` tensor, what transformers keeps in ``float32`` in
+            the model of a `WeightFolder`, and what ``keep_float32`` names. By default tensors keep
+            the trainer's dtypes, and targets have them as well.
         verify: compare the digests of files that are read from a commit, not their sizes alone.
         timeout_s: seconds to look for a version that can be opened before raising.
 
@@ -157,9 +156,8 @@ class WeightReader:
             WeightSyncError: the Synchronizer was stopped, or lost.
             ConfigError: the call before this one was not awaited.
         """
-        if than is None:
-            than = self.version or -1
-        return await self._registry.wait_newer(than, timeout_s)
+        last = self.version or -1
+        return await self._registry.wait_newer(last if than is None else than, timeout_s)
 
     def wait(
         self, than: int | Version | None = None, timeout_s: float | None = None

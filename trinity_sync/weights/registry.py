@@ -17,15 +17,12 @@ from trinity_sync.errors import TrinitySyncError, WeightSyncError
 from trinity_sync.layout import job_id_of
 from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.runs import Run, list_runs
-from trinity_sync.weights.committed import CommitNotification
+from trinity_sync.weights.committed import RETRY_S, CommitNotification
 from trinity_sync.weights.state_files import SynchronizerState, read_state, write_state
 from trinity_sync.weights.sync_barrier import SyncBarrier
 from trinity_sync.weights.versions import Version, VersionRegistry
 
 logger = logging.getLogger(__name__)
-
-RETRY_S = 1.0
-"""Seconds before commits that could not be read are read again."""
 
 T = TypeVar("T")
 

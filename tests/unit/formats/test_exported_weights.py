@@ -5,6 +5,7 @@ into a model of another dtype, as a folder, as a delta, and as an export; what t
 load there computes the same logits as the trained model.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,7 @@ KINDS = {
     "gpt_oss": Kind("gpt_oss", EXPERTS),
     "deepseek_v3": Kind("deepseek_v3", {**ROUTED, **LATENT}),
     "glm4_moe": Kind("glm4_moe", ROUTED),
+    "hunyuan_v1_moe": Kind("hunyuan_v1_moe", EXPERTS),  # makes its routers in float32
     "qwen2_5_vl": Kind(
         "qwen2_5_vl",
         {
@@ -161,6 +163,7 @@ def publish(job: Job, folder: WeightFolder, step: int, state: Any) -> Path:
 
 
 QUICK = {"qwen2 tied", "gpt2", "qwen3_moe", "glm4_moe", "qwen2_5_vl"}
+QUICK |= {"hunyuan_v1_moe"}
 QUICK_ADAPTERS = {"rsLoRA", "DoRA", "a trained head of a tied model", "trained tokens", "PiSSA"}
 QUICK_ADAPTERS |= {"ranks and alphas", "expert parameters", "embeddings trained in place"}
 QUICK_ALONE = {"a trained head", "biases", "a tensor that layers share"}
@@ -187,7 +190,7 @@ def test_a_model_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) ->
     assert torch.equal(compute(exported), before)
     assert_equal(exported, trained)
     export_step(job.root, 1, to=tmp_path / "exported", dtype="bf16")
-    assert_equal(load(kind, tmp_path / "exported", torch.bfloat16), rounded)
+    assert_equal(load(kind, tmp_path / "exported"), rounded)  # as its config says
 
     versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "served", deltas=1)
@@ -199,7 +202,7 @@ def test_a_model_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) ->
         reader.load_into(target)
         assert_equal(target, rounded)
         small = WeightFolder(tmp_path / "small", tmp_path / "served").publish(reader)
-        assert_equal(load(kind, small.folder, torch.bfloat16), rounded)
+        assert_equal(load(kind, small.folder), rounded)
 
     with torch.no_grad():
         [p for n, p in trained.named_parameters() if "norm" in n or "ln_" in n][-1].mul_(1.5)
@@ -228,6 +231,21 @@ def test_half_precision_keeps_what_transformers_keeps_for_it(job: Job, tmp_path:
     found = load(kind, tmp_path / "exported", torch.float16)
     assert found.model.norm.weight.dtype is torch.float32
     assert_equal(found, load(kind, tmp_path / "theirs", torch.float16))
+
+
+def test_the_dtype_in_the_config_is_that_of_most_elements(job: Job, tmp_path: Path) -> None:
+    kind = KINDS["qwen2"]
+    trained = kind.make().bfloat16()
+    trained.save_pretrained(tmp_path / "served")
+    small = [p for n, p in trained.named_parameters() if re.search("norm|bias|k_proj|v_proj", n)]
+    assert len(small) > len([*trained.parameters()]) / 2
+    for parameter in small:
+        parameter.data = parameter.data.float()
+    commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
+    export_step(job.root, 1, to=tmp_path / "exported")
+    folder = WeightFolder(tmp_path / "out", tmp_path / "served")
+    for each in (tmp_path / "exported", publish(job, folder, 1, trained.state_dict())):
+        assert load(kind, each).get_input_embeddings().weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])

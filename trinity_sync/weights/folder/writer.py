@@ -100,7 +100,7 @@ def _write_complete(
         size, total = size + tensor.nbytes, total + tensor.nbytes
         lines.append(describe_tensor(name, tensor))
         if tensor.is_floating_point():
-            dtypes[tensor.dtype] += 1
+            dtypes[tensor.dtype] += tensor.numel()
     save_tensors(folder / f"{parts}.part", pending)
     names = _name_files(parts + 1, whole=whole)
     for part, name in enumerate(names):  # their number is part of their names
