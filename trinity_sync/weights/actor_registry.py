@@ -67,13 +67,14 @@ class ActorRegistry(Registry):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            limit_s = None if left_s is None else left_s + ANSWER_S
             answer = self._actor.wait_newer.remote(than, left_s, readable=True)
             try:
-                return self._note_root(await answer)
+                return self._note_root(await asyncio.wait_for(answer, limit_s))
             except asyncio.CancelledError:
                 ray.cancel(answer)  # it would wait on there, where only so many calls may wait
                 raise
-            except ray.exceptions.RayError as error:
+            except (TimeoutError, ray.exceptions.RayError) as error:
                 self._switch_actor(error)
 
     def set_serving(self, reader: str, step: int, run: int) -> None:
@@ -107,7 +108,7 @@ class ActorRegistry(Registry):
         self._root = version.root if version else self._root
         return version
 
-    def _switch_actor(self, error: ray.exceptions.RayError) -> None:
+    def _switch_actor(self, error: Exception) -> None:
         """Switch to the actor that the root names now.
 
         Raises:

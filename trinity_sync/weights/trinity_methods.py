@@ -264,12 +264,8 @@ class TrinityMethods:
 
         def answer() -> bool | None:
             stopped = self._registry.barrier.trainer is Status.STOPPED
-            over = (
-                no_wait
-                or stopped
-                or self._refusals != refusals
-                or self._registry.number > current_version
-            )
+            over = no_wait or stopped or self._refusals != refusals
+            over = over or self._registry.number > current_version
             return over or self._registry.versions.newer(current_version) is not None or None
 
         if answer():

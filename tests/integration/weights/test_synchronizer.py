@@ -1,7 +1,9 @@
 """The Synchronizer on real Ray."""
 
 import asyncio
+import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import ray
 import torch
 
 from tests.integration.weights.conftest import ASK_S, ask
+from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import ConfigError, Synchronizer, WeightReader, WeightSyncError
+from trinity_sync.weights import actor_registry
+from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import read_address
 from trinity_sync.weights.sync_barrier import SyncSettings
 from trinity_sync.weights.versions import ImageRef, Version
@@ -141,6 +146,27 @@ def test_a_wait_that_its_caller_gives_up_does_not_stay_in_the_actor(
     asyncio.run(give_up())
     assert ask(actor.publish.remote(version(root, 5))) is True
     ray.kill(actor)
+
+
+def test_a_synchronizer_that_hangs_ends_the_waits_that_have_a_limit(
+    synchronizer: Any, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = WeightReader(synchronizer, name="reader", root=job.root)
+    publisher = Publisher(synchronizer, job.root, job.spool, gather_s=0.5)
+    monkeypatch.setattr(actor_registry, "ANSWER_S", 0.5)
+    stager, origin = job.stager(), job.origin(5)
+    stager.stage(origin, {"model": {"w": torch.ones(3)}}, seals=False)
+    pid = int(read_address(job.root).process.partition("/")[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WeightSyncError, match=r"does not answer \(TimeoutError\)"):
+            asyncio.run(reader.wait_newer(timeout_s=0.1))
+        publisher.publish(stager.publish(origin, "model"))
+        with pytest.raises(WeightSyncError, match=r"version 5 .* is not published after 1 s"):
+            publisher.wait()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert asyncio.run(reader.wait_newer(timeout_s=60)).step == 5
 
 
 def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> None:
