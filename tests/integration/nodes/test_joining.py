@@ -64,13 +64,15 @@ def joined(
     first, second = machines
     invitation = tmp_path_factory.mktemp("copied") / "join.json"
     shutil.copy(first.home / "join.json", invitation)
-    with environment({}):
-        state = local_stack.join(second, invitation, stack=at(3))
-    yield state
-    state = local_stack.find(second) or state
-    processes = processes_of(state)
-    with environment({}):
-        local_stack.down(second)
+    try:
+        with environment({}):
+            state = local_stack.join(second, invitation, stack=at(3))
+        yield state
+        state = local_stack.find(second) or state
+        processes = processes_of(state)
+    finally:  # what has started of it
+        with environment({}):
+            local_stack.down(second)
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
     assert (local_stack.find(machines[0]) or head).lives
