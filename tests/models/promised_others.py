@@ -30,7 +30,7 @@ WHICH = st.integers(0, 5)
 ANOTHER_USER = 12345
 NAMES = st.sampled_from(
     [
-        *("", "runs", "placements", "pins", "leases", "metrics", "stored", "outcomes", "weights"),
+        *("", "runs", "placements", "pins", "leases", "metrics", "stored", "journal", "weights"),
         *("spare", "attaching", "replacing", "trash", "fetching", "quarantine", "cuts"),
         *("identity.json", "job.json", "commit.lock", "removal.lock", "functions.lock"),
         *("saves.jsonl", "runs/1.json", "pins/best.json", ".now", "../global_step_1"),

@@ -6,7 +6,7 @@ commands read it.
 
 ::
 
-    root/.trinity_sync/outcomes/run3-1b4f0e98.5d41402a.jsonl
+    root/.trinity_sync/journal/run3-1b4f0e98.5d41402a.jsonl
         {"key": "...step40/checkpoint", ..., "start": 1, "state": "begun", ...}
         {"key": "...step40/checkpoint", ..., "start": 1, "state": "failed", "message": "...", ...}
 
@@ -255,4 +255,4 @@ def read_entry(request: SaveRequest) -> Entry | None:
 
 
 def _folder(root: str | Path) -> Path:
-    return Path(root) / PRIVATE_FOLDER / "outcomes"
+    return Path(root) / PRIVATE_FOLDER / "journal"

@@ -289,7 +289,7 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
             entry = tell(recovery, api, save)
     told = ("failed", "Cancelled: killed"), (known, "by its worker")
     assert (entry.state, entry.message) == told[known in ("left", "failed", "completed")]
-    (path,) = tmp_path.glob(".trinity_sync/outcomes/*.jsonl")
+    (path,) = tmp_path.glob(".trinity_sync/journal/*.jsonl")
     assert len(path.read_text().splitlines()) == (1 if known != "begun" else 2)
 
 

@@ -98,12 +98,12 @@ def test_a_rank_that_never_waits_keeps_few_saves_and_no_thread(job: Job) -> None
 
 
 def path_of(job: Job, run: int) -> Path:
-    (path,) = job.root.glob(f".trinity_sync/outcomes/run{run}-*.jsonl")
+    (path,) = job.root.glob(f".trinity_sync/journal/run{run}-*.jsonl")
     return path
 
 
 def test_files_of_earlier_runs_are_removed_once_they_are_old(job: Job) -> None:
-    folder = job.root / ".trinity_sync/outcomes"
+    folder = job.root / ".trinity_sync/journal"
     old = time.time() - KEEP_S - 60
     for run in (1, 2, 3, 12):
         tell(request_of(job, run=run), "completed")
@@ -218,7 +218,7 @@ def test_what_is_left_to_the_saver_is_waited_for_and_said(
 def test_a_forked_child_has_a_file_of_its_own(job: Job) -> None:
     tell(request_of(job, 1), "begun")
     assert end_of(lambda: tell(request_of(job, 2), "begun")) == 0
-    assert len([*job.root.glob(".trinity_sync/outcomes/*.jsonl")]) == 2
+    assert len([*job.root.glob(".trinity_sync/journal/*.jsonl")]) == 2
     assert read(request_of(job, 1))
     assert read(request_of(job, 2))
 

@@ -91,7 +91,7 @@ from trinity_sync.weights.state_files import (
 SECRET = b"years of work"
 FOLDERS = (
     "",
-    *("runs", "placements", "pins", "leases", "metrics", "stored", "exports", "outcomes", "cuts"),
+    *("runs", "placements", "pins", "leases", "metrics", "stored", "exports", "journal", "cuts"),
     *("weights", "spare", "attaching", "replacing", "trash", "fetching", "quarantine"),
 )
 """Those of the private folder that ``docs/reference/files.md`` names, and it itself."""
@@ -111,7 +111,7 @@ NAMED = (
 """Records that cannot be ignored, and a shard."""
 OTHERS = (
     *(name for name in RECORDS if "." in name.rpartition("/")[2] and name not in NAMED),
-    *("leases/2.0123.json", "outcomes/run1-key.0123.jsonl", "weights/synchronizer.json"),
+    *("leases/2.0123.json", "journal/run1-key.0123.jsonl", "weights/synchronizer.json"),
     *("cuts/critic.json", "pins/best.json", "runs/1.lock", "functions.lock"),
     f"../global_step_2/{CORRUPTION_MARK}",
 )
@@ -384,22 +384,22 @@ def test_what_is_removed_later_is_not_removed_where_a_link_of_its_folder_leads(
     manifest = require_committed(job.root, 1)
     weights = FileRecord("actor/huggingface/thesis.tex", 1, "", "actor", EXPORTED)
     write_manifest(job.root, replace(manifest, files=(*manifest.files, weights)))
-    (private / "outcomes").mkdir()
-    (private / "outcomes" / old).touch()
-    os.utime(private / "outcomes" / old, (0, 0))
+    (private / "journal").mkdir()
+    (private / "journal" / old).touch()
+    os.utime(private / "journal" / old, (0, 0))
     (exported / "thesis.tex").touch()
-    moved = {each: elsewhere / each.name for each in (exported, private / "outcomes")}
+    moved = {each: elsewhere / each.name for each in (exported, private / "journal")}
     elsewhere.mkdir()
     for folder in moved:
         exchange(folder, moved[folder], moved[folder])
     cuts = private / "cuts", elsewhere / "cuts", elsewhere / "cuts"
     with when_opened(private / "cuts/critic.json", partial(exchange, *cuts)):
         call([lambda: ask_roles(job.root, "key", 1, ["critic"], timeout_s=0.0)])
-    journal._remove_old(private / "outcomes", 1)
+    journal._remove_old(private / "journal", 1)
     nothing = ExportProgress(Path(), {})
     (said,) = call([lambda: hf_export._add_to_step(job.root, manifest, "actor", nothing)])
     assert "it is a link" in said
-    for name in ("cuts/request.json", f"outcomes/{old}", "huggingface/thesis.tex"):
+    for name in ("cuts/request.json", f"journal/{old}", "huggingface/thesis.tex"):
         assert (elsewhere / name).exists(), name
 
 
