@@ -52,7 +52,6 @@ _REMEMBERED = 4096
 
 SaveState = Literal["begun", "left", "failed", "completed"]
 """In order of rank. Left: the stack cannot do it, for a fault of its own, so the saver has to."""
-_STATES: tuple[SaveState, ...] = get_args(SaveState)
 
 STATES_OF_RUNS: dict[str, SaveState] = {
     **dict.fromkeys(("RUNNING", "PENDING", "CANCELLING"), "begun"),
@@ -86,7 +85,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rank(self) -> tuple[int, bool, int, float]:
         """Of two entries of a save, the one with the higher rank counts."""
-        return self.start, self.takes_over, _STATES.index(self.state), self.at
+        return self.start, self.takes_over, get_args(SaveState).index(self.state), self.at
 
     @property
     def is_left(self) -> bool:

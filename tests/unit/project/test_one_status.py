@@ -75,3 +75,8 @@ def test_what_has_become_of_a_save_is_decided_for_waits_savers_and_lists_by_one_
         if "Facts(" in path.read_text()
     }
     assert deciding <= {"saves/save_status.py", "orchestration/report/steps.py"}
+
+
+def test_a_full_disk_and_a_quota_are_one_reason_that_one_module_names() -> None:
+    naming = {path for path in PRODUCT.rglob("*.py") if "EDQUOT" in path.read_text()}
+    assert naming == {PRODUCT / "fs/atomic.py"}
