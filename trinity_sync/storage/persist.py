@@ -58,7 +58,7 @@ from trinity_sync.fs.direct_io import (
 )
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, is_below, shard_file, step_folder
-from trinity_sync.snapshot.identity import SaveId
+from trinity_sync.snapshot.identity import SaveId, require_root
 from trinity_sync.snapshot.packed import unpack
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
 from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
@@ -188,10 +188,9 @@ class _Attempt:
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def write(self, sealed: SealedImage, image: memoryview) -> list[Written]:
-        """Write the files of an image, and return them."""
+        """Write the files of an image, and return them; raises as `require_root`."""
         save, ticket = self.save, sealed.ticket
-        if not Path(save.root).is_dir():
-            raise SaveError(f"{save}: the job's root {save.root} is missing; create it and retry")
+        require_root(save.root, save.job)
         try:
             with acquire_write_permit(JobSpool(Path(self.shards.spool)), ticket):
                 written = [self._write_one(ticket, *file) for file in unpack_image(ticket, image)]

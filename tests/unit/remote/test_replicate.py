@@ -1,5 +1,6 @@
 """Copies in a store that speaks S3, and in a folder: whole or not committed, whatever dies."""
 
+import errno
 import json
 import shutil
 import signal
@@ -404,6 +405,20 @@ def test_a_removed_copy_is_that_of_the_very_url_whatever_other_paths_it_matches(
     remote.remove_step(4)
     assert (remote.list_steps(), remote.list_file_sizes(4)) == ([], {})
     assert [each.state for each in Remote(f"{url}run1").list_steps()] == ["valid"]
+
+
+def test_a_copy_whose_removal_fails_does_not_count_any_longer(
+    commit: Callable[..., Job], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the store is gone")
+
+    replicate(commit(4).root, url, 4)
+    monkeypatch.setattr(Remote, "_remove_folder", fail)
+    with pytest.raises(RemoteError, match=r"cannot remove step 4 .* the store is gone"):
+        Remote(url).remove_step(4)
+    assert [each.state for each in Remote(url).list_steps()] == ["not committed"]
+    assert len(Remote(url).list_file_sizes(4)) > 0
 
 
 def test_copies_of_pinned_tagged_and_newest_steps_stay_and_the_one_just_made(

@@ -24,6 +24,7 @@ from trinity_sync.pipeline.order import COMMIT
 from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.metrics import read_metrics
+from trinity_sync.storage.persist import WriteOptions, persist
 
 CONTAINER = """
 import sys, torch
@@ -117,16 +118,19 @@ def test_neither_a_save_nor_a_commit_nor_a_function_creates_a_root_that_is_away(
     saves = coordinator()
     saves.resumed_from(1)
     job.stage(2, {"model": {"w": torch.ones(3)}}, run=2)
-    written = job.persist(2, run=2)
+    written, save = job.persist(2, run=2), job.save(2, run=2)
     private = (job.root / PRIVATE_FOLDER).rename(tmp_path / "away")
     calls = (
         lambda: saves.save(3, {"model": {"w": torch.ones(3)}}),
+        lambda: persist(job.share, save, "model", WriteOptions()),
         lambda: commit(job.save(2, run=2), written),
         lambda: saves.save_sync(lambda: None, 3),
     )
+    before = sorted(job.root.rglob("*"))
     for call in calls:
         with pytest.raises(RootAwayError, match=f"{job.root} is not mounted here.* Mount it"):
             call()
+    assert sorted(job.root.rglob("*")) == before
     private.rename(job.root / PRIVATE_FOLDER)
     commit(job.save(2, run=2), written)
 

@@ -42,10 +42,12 @@ from trinity_sync.saves.save_status import end_images
 from trinity_sync.snapshot import packed
 from trinity_sync.snapshot.packed import pack
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
-from trinity_sync.storage.commit import commit, free_committed_slots
+from trinity_sync.storage.commit import commit, free_committed_slots, remove_uncommitted
 from trinity_sync.storage.discovery import (
+    Corruption,
     find_newest,
     list_unnamed_files,
+    mark_corrupted,
     read_latest_pointer,
     require_committed,
 )
@@ -507,6 +509,25 @@ def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> N
     assert find_newest(job.root).step == 4
     job.commit_states(5, {"model": state(5)})
     assert find_newest(job.root).step == 5
+
+
+def test_the_mark_of_a_corrupted_step_is_none_of_a_commit_that_finds_no_manifest(job: Job) -> None:
+    job.commit_states(4, {"model": state(4)})
+    mark_corrupted(job.root, 4, Corruption({"actor": "was"}, 1.0))
+    (folder(job, 4) / "manifest.json").unlink()
+    job.commit_states(4, {"model": state(4)})
+    assert require_committed(job.root, 4).step == 4
+
+
+def test_a_failure_after_the_commit_removes_no_file_of_it(job: Job) -> None:
+    job.stage(3, {"model": state(3)})
+    written = job.persist(3)
+    commit(job.save(3), written)
+    remove_uncommitted(job.save(3), written)
+    require_committed(job.root, 3)
+    (folder(job, 3) / "manifest.json").unlink()  # it has failed before
+    remove_uncommitted(job.save(3), written)
+    assert not (folder(job, 3) / written[0].record.path).exists()
 
 
 def test_every_folder_above_a_committed_file_is_durable_before_the_manifest(

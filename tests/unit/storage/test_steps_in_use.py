@@ -16,7 +16,9 @@ from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError, ConfigError
+from trinity_sync.fs.locks import open_lock_file
 from trinity_sync.integrations.trainer_saves import TrainerSaves
+from trinity_sync.storage import steps_in_use
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps_in_use import (
     BEST,
@@ -223,6 +225,23 @@ def test_a_tag_moves_to_another_step_by_force_only(committed: Job) -> None:
     assert resolve_step(committed.root, "best") == 4
     tag(committed.root, 5, "best", force=True)
     assert [(each.step, each.name) for each in list_pins(committed.root)] == [(5, "best")]
+
+
+def test_of_two_processes_that_give_a_tag_at_once_the_second_finds_it(
+    committed: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed.commit_states(5, {"model": {"w": torch.ones(3)}})
+    write, waits = steps_in_use.replace_file, list[bool]()
+
+    def give_another(path: Path, content: str) -> None:
+        with open_lock_file(committed.root / ".trinity_sync/removal.lock") as lock:
+            waits.append(not lock.try_acquire(shared=True))
+        write(path, content)
+
+    monkeypatch.setattr(steps_in_use, "replace_file", give_another)
+    tag(committed.root, 4, "best")
+    pin(committed.root, 4)
+    assert waits == [True, False]  # pins of steps keep no other out
 
 
 @pytest.mark.parametrize("name", ["40", "", "../40", "a b", ".best", "-best", "v1.0"])
