@@ -29,8 +29,7 @@ def is_io_error(error: BaseException) -> bool:
     link in the place of a file; what the stack cannot do, the saver does.
     """
     cause = error.__cause__ or error
-    is_io = isinstance(cause, OSError) and cause.errno not in WRONG_KIND
-    return is_io and not is_of_stack(error)
+    return isinstance(cause, OSError) and cause.errno not in WRONG_KIND and not is_of_stack(error)
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,8 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
     for path in sorted(sizes, key=lambda path: (sizes[path] < nbytes, abs(sizes[path] - nbytes))):
         try:
             move(path, temporary)
-        except FileNotFoundError:
-            continue  # another writer was faster
-        except OSError:  # it is on another file system, or another user's: a new file is written
-            return False
+        except OSError:  # another writer was faster, or another user or file system has it
+            continue
         found = temporary.lstat()
         # other users could write the committed file
         own = found.st_uid == os.getuid() and not found.st_mode & 0o022

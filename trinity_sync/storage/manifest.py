@@ -604,7 +604,6 @@ def read_run_manifest(
 
     Raises:
         FormatError: another release has committed the step.
-        OSError: the manifest cannot be read.
     """
     with suppress(ManifestError):
         manifest = read_manifest(root, step, ranks=ranks)
@@ -613,10 +612,7 @@ def read_run_manifest(
 
 
 def read_run_head(root: str | Path, run: int, step: int) -> Manifest | None:
-    """Do as `read_run_manifest`, without the parts: those of thousands of ranks have the files.
-
-    It is None also if the manifest cannot be read.
-    """
+    """Do as `read_run_manifest` without the parts and their files; None if it cannot be read."""
     with suppress(OSError):
         return read_run_manifest(root, run, step, ranks=())
     return None

@@ -8,8 +8,8 @@ that keeps the root valid after a crash:
    the target are refused, and every step can still be loaded.
 2. Update the latest pointers to the target. After a crash here, readers of the pointers resume from
    the target, and readers of manifests (``coordinator.latest_step``) from the newest step.
-3. Rename the newest step, sync both folders; then the next step. After a crash here, ``latest`` is
-   the newest of the steps that are left. After the last rename it is the target.
+3. Rename the oldest step, sync both folders; then the next step. After a crash here, ``latest`` is
+   the newest step, or the target.
 
 The same call finishes an interrupted rewind: it finds its own run record, and quarantines the steps
 that are left.
