@@ -125,7 +125,7 @@ async def request_replication(request: SaveRequest, url: str) -> None:
     fields = {
         "parameters": {"root": request.root, "step": request.step, "url": url},
         "name": f"{name_job(Path(request.root))}: replicate step {request.step}",
-        "tags": request.tags,
+        "tags": request.tags[:3],  # without a kind: lists of saves leave it out
         "idempotency_key": f"{request.key}/replicate",
     }
     async with PrefectApi(Settings()) as api:

@@ -11,6 +11,7 @@ from tests.integration.prefect_api import Api, key_of, kind_of
 from tests.support.job import Job
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
+from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.layout import name_job
 from trinity_sync.orchestration.quantities import make_artifact_key
 from trinity_sync.remote.remote_root import Remote
@@ -39,6 +40,8 @@ def test_a_checkpoint_is_copied_by_a_run_of_its_own(
     assert Remote(url).read_step(4).state == "valid"
     (artifact,) = until(lambda: api.artifacts_of(run), "the artifact")
     assert artifact.key == make_artifact_key("replicated", job.root)
+    saves = ask_server(Settings(), lambda api: api.read_saves(request(job.root).job))
+    assert saves == []  # it is no save
 
 
 def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere(

@@ -67,10 +67,9 @@ class FlowRun:
 
     @property
     def is_save(self) -> bool:
-        """Whether it is about a save, so that it has a step, a run and a kind."""
-        return all(self.tags.get(name, "").isdigit() for name in ("step", "run")) and bool(
-            self.tags.get("kind")
-        )
+        """Whether it is a save's, with step, run and kind; a copy by a user has no key."""
+        numbers = all(self.tags.get(name, "").isdigit() for name in ("step", "run"))
+        return numbers and bool(self.tags.get("kind") and self.key)
 
     @property
     def step(self) -> int:

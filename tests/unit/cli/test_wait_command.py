@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,20 @@ def test_a_save_in_flight_that_fails_ends_the_wait_although_another_is_newer(roo
     with serve(answer) as url:
         failed = wait(root, url, "--timeout", 60)
     assert (failed.exit_code, "the save of step 30" in failed.stderr) == (1, True)
+
+
+def test_a_run_that_a_user_has_made_of_a_save_is_no_save(root: Path) -> None:
+    looks = count()
+
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        copy = {**flow_run(30, 2, "checkpoint", "CANCELLED"), "idempotency_key": None, "name": "a"}
+        if next(looks) == 2:
+            commit_files(root, 30, run=2)
+        return [copy, flow_run(30, 2, "checkpoint", "RUNNING")]
+
+    with serve(answer) as url:
+        done = wait(root, url, "--timeout", 60)
+    assert (done.exit_code, "step 30 is committed" in done.stdout) == (0, True)
 
 
 def test_the_attempt_that_failed_of_a_save_that_was_submitted_again_ends_no_wait(
