@@ -155,7 +155,8 @@ class TrinitySyncWorker(
                 )
                 state = Cancelled(message=message)
                 why = describe_end(state.name, message)
-                await try_allow_eviction(self._trinity.spool, flow_run.parameters, why)
+                given = flow_run.parameters, flow_run.idempotency_key
+                await try_allow_eviction(self._trinity.spool, *given, why)
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
             if state and state.is_completed():
                 await self._tell(flow_run, "completed", state.message or "")
@@ -168,7 +169,8 @@ class TrinitySyncWorker(
 
     async def _tell(self, flow_run: FlowRun, state: SaveState, message: str = "") -> None:
         """Write into the journal that this worker begins a save, or how it has ended."""
-        if request := read_request(flow_run.parameters, of_any_release=True):
+        request = read_request(flow_run.parameters, of_any_release=True)
+        if request and request.key == flow_run.idempotency_key:  # otherwise a user has made the run
             url, start = self._api.get_page(flow_run.id), flow_run.run_count + 1
             await try_tell(request, state, message, url=url, start=start)
 

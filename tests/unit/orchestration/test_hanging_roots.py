@@ -237,12 +237,9 @@ def test_a_cancelled_run_whose_task_hangs_with_its_image_holds_up_no_event_loop(
     slot = job.spool.read_step(job.save(2))[0].slot
 
     async def cancel() -> None:
-        await asyncio.wait_for(
-            try_allow_eviction(
-                job.spool.folder.parent, request.flow_run["parameters"], "cancelled"
-            ),
-            10,
-        )
+        given = request.flow_run["parameters"], request.key
+        cancelled = try_allow_eviction(job.spool.folder.parent, *given, "cancelled")
+        await asyncio.wait_for(cancelled, 10)
 
     assert staged
     with lock_image(slot):  # as the task that writes it

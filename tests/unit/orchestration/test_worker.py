@@ -126,7 +126,8 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
             monkeypatch.setattr(worker, "_run_until_cancelled", run_flow)
         worker._client = SimpleNamespace(set_flow_run_state=set_state)  # type: ignore[assignment]
         given = {"request": {**request, "format": 0} if "format" in why else request}
-        run = FlowRun(flow_id=UUID(int=1), deployment_id=UUID(int=2), parameters=given)
+        how = {"flow_id": UUID(int=1), "deployment_id": UUID(int=2)}
+        run = FlowRun(**how, parameters=given, idempotency_key=job.request(1).key)
         await worker.execute_run(run)
 
     asyncio.run(execute())
@@ -160,7 +161,7 @@ def test_a_run_whose_end_the_server_has_not_taken_has_not_failed_and_runs_again(
     monkeypatch.setattr(worker_module, "run_flow", end)
     given = {"request": job.request(1).model_dump(mode="json")}
     how = {"flow_id": UUID(int=1), "deployment_id": UUID(int=2), "run_count": starts}
-    run = FlowRun(**how, parameters=given)
+    run = FlowRun(**how, parameters=given, idempotency_key=job.request(1).key)
     asked: list[tuple[str, str]] = []
     again = f"/flow_runs/{run.id}/set_state"
     answers = {"/broken": (status, "{}"), again: (201 if status == 500 else 404, "{}")}

@@ -195,13 +195,18 @@ def test_a_worker_takes_no_run_that_a_process_of_its_node_executes(
 
 @contextmanager
 def failed_run(
-    request: SaveRequest, kind: str, name: str = "", message: str = "killed"
+    request: SaveRequest,
+    kind: str,
+    name: str = "",
+    message: str = "killed",
+    key: str | None = None,
 ) -> Iterator[PrefectApi]:
     """A server whose flow run of a save ended at a time that this clock is far from."""
     state = {"type": kind, "name": name or kind.title(), "message": message, "id": str(uuid4())}
     run = {
         "id": RUN,
         "name": request.flow_run_name,
+        "idempotency_key": request.key if key is None else key,
         "tags": request.tags,
         "parameters": request.flow_run["parameters"],
         "state": {**state, "timestamp": "2100-01-01T00:00:00Z"},
@@ -302,4 +307,14 @@ def test_a_save_whose_run_a_limit_of_the_server_has_cancelled_is_left_to_the_sav
         for _ in range(2):
             entry = tell(recovery, api, request)
     assert entry.is_left
+    assert [image.failed for image in job.spool.tickets()[0]] == [False]
+
+
+def test_a_run_that_a_user_has_made_of_a_save_ends_no_save(
+    recovery: NodeRecovery, job: Job
+) -> None:
+    job.stage(4, {"model": {"w": torch.ones(3)}})
+    (request,) = find_pending_saves(job.spool, grace_s=0)
+    with failed_run(request, "CANCELLED", key="of a copy") as api:
+        assert tell(recovery, api, request) is None
     assert [image.failed for image in job.spool.tickets()[0]] == [False]

@@ -91,7 +91,7 @@ async def _is_executed(api: PrefectApi, run_id: UUID, here: str, spool: Path) ->
     why = f"Its process {owner} {'could not report its end' if owner == here else 'died'}."
     if run.state.type == "CANCELLING":
         end = State("CANCELLED", "Cancelled", why)
-        await try_allow_eviction(spool, run.parameters, describe_end(end.name, why))
+        await try_allow_eviction(spool, run.parameters, run.key, describe_end(end.name, why))
     else:
         end = State("CRASHED", "Crashed", why)
     logger.warning("flow run %s: %s", run.name, end.message)
@@ -162,10 +162,17 @@ def look_at_jobs(
     return [request for requests in found.values() for request in requests]
 
 
-async def try_allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
-    """Call `allow_eviction`, and wait no longer than `MARK_S` for it."""
+async def try_allow_eviction(
+    spool: Path, parameters: Mapping[str, Any], key: str | None, reason: str
+) -> None:
+    """Call `allow_eviction`, and wait no longer than `MARK_S` for it.
+
+    A run with another idempotency ``key`` than its save's was made by a user, and ends no save.
+    """
+    request = read_request(parameters)
     with anyio.move_on_after(MARK_S):
-        await run_in_thread(allow_eviction, spool, parameters, reason)
+        if request and request.key == key:
+            await run_in_thread(allow_eviction, spool, parameters, reason)
 
 
 def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
@@ -219,7 +226,7 @@ async def try_tell_failure(spool: Path, run: FlowRun) -> None:
     """Mark the images that this node has of a failed run, and tell it unless its worker has."""
     why, start = describe_end(run.state.name, run.state.message), run.attempts + 1
     request = read_request(run.parameters, of_any_release=True)
-    if request is None:
+    if request is None or request.key != run.key:
         return
     known = None
     with anyio.move_on_after(MARK_S), suppress(OSError):
@@ -228,7 +235,7 @@ async def try_tell_failure(spool: Path, run: FlowRun) -> None:
         return
     state: SaveState = "left" if run.state.message == AT_LIMIT else "failed"
     if state == "failed":
-        await try_allow_eviction(spool, run.parameters, why)
+        await try_allow_eviction(spool, run.parameters, run.key, why)
     # what the saver has taken over, the saver tells
     is_told = known is not None and (known.has_ended or known.takes_over)
     if known is None or not is_told or known.start < run.attempts:
