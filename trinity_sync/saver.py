@@ -83,8 +83,7 @@ ANSWER_S = 1.0
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between attempts to request a flow run; the last value repeats."""
 REQUEST_S = 60.0
-"""Seconds after which the flow run of a save that still waits is requested again: a user may have
-deleted it, or its server lost it."""
+"""Seconds after which the flow run of a save that waits is requested again: it may be deleted."""
 SETTLE_S = 2.0
 """Age in seconds of a commit from which its slots are released if its process has not done so."""
 
@@ -103,8 +102,7 @@ class FlowRunRequests:
         self._wanted: queue.SimpleQueue[tuple[Path, SaveRequest]] = queue.SimpleQueue()
         """Folders of jobs in the spool, and saves whose flow run is to be requested."""
         self._waiting: dict[Path, dict[str, float]] = {}
-        """When saves that waited at the last look were requested (monotonic), by the folder of
-        their job and their key."""
+        """When what waited at the last look was requested (monotonic), by folder of job and key."""
         self._untaken: set[str] = set()
         """Keys of the saves whose flow run the server has not taken yet."""
         self._runs = self._fails = False

@@ -9,7 +9,6 @@ that is away without a limit.
 Start it with ``trinity-sync worker``, or ``prefect worker start --type trinity-sync``.
 """
 
-import asyncio
 import importlib
 import logging
 import math
@@ -88,8 +87,7 @@ def _is_away(error: Exception) -> bool:
         return error.status == 0 or error.status >= 500
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code >= 500
-    gone = (httpx.HTTPError, ConnectionError, TimeoutError, asyncio.TimeoutError)
-    return isinstance(error, (*gone, ConnectionClosed))
+    return isinstance(error, (httpx.HTTPError, ConnectionError, TimeoutError, ConnectionClosed))
 
 
 class TrinitySyncWorker(

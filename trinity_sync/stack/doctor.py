@@ -11,7 +11,6 @@ import pwd
 import shutil
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
@@ -33,7 +32,7 @@ from trinity_sync.stack.services import StackState
 
 STALE_S = 600.0
 SKEW_S = 5.0
-LEAST_ROOM = 32 * 10**6
+LEAST_ROOM = 32_000_000
 SYSTEM_UID_MAX = 999
 CLEANED = "/tmp", "/var/tmp"
 LINGERING = Path("/var/lib/systemd/linger")
@@ -55,10 +54,7 @@ def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
         yield Check("stack", "ok", "not used: savers commit all saves")
     else:
         yield from _guard("prefect server", lambda: _check_server(settings, stack))
-        if list_missing_packages():
-            found = f"not installed in {sys.prefix}; its processes and Ray are not checked"
-            yield Check("stack", "ok", found, 'for one: uv tool install "trinity-sync[stack]"')
-        else:
+        if not list_missing_packages():
             own = state or StackState()
             yield from (problems := [*_guard("services", lambda: _check_services(own))])
             if not problems:
@@ -273,8 +269,7 @@ def _check_spool(spool: Path) -> Iterator[Check]:
     if not spool.exists():
         good = os.access(spool.parent, os.W_OK | os.X_OK)
         todo = "" if good else "set TRINITY_SYNC_SPOOL to a writable folder in memory"
-        result = "a save creates it" if good else "it cannot be created"
-        found = f"{spool} does not exist yet; {result}"
+        found = f"{spool} does not exist yet; {'a save makes it' if good else 'it cannot be made'}"
         yield Check("spool", "ok" if good else "fail", found, todo)
         return
     mode = spool.lstat()

@@ -54,8 +54,7 @@ WAITING = "Waiting for its root"
 ACQUIRED_BY = "Acquired by "
 """Prefix of the message of a Pending state, before the process that acquired the run, as
 ``node/pid/start time``."""
-AT_LIMIT = "Deployment concurrency limit reached."
-"""Message of a run that a limit with ``CANCEL_NEW`` has cancelled, whose save is the saver's."""
+AT_LIMIT = "Deployment concurrency limit reached."  # of a run that a limit has cancelled
 TAG = "trinity-sync"
 """Tag of all deployments of prefect.yaml, which excludes other flows of the server."""
 LATE_S = 60.0
@@ -165,13 +164,9 @@ def look_at_jobs(
 async def try_allow_eviction(
     spool: Path, parameters: Mapping[str, Any], key: str | None, reason: str
 ) -> None:
-    """Call `allow_eviction`, and wait no longer than `MARK_S` for it.
-
-    A run with another idempotency ``key`` than its save's was made by a user, and ends no save.
-    """
-    request = read_request(parameters)
-    with anyio.move_on_after(MARK_S):
-        if request and request.key == key:
+    """Call `allow_eviction` for at most `MARK_S`; not for a user's run, which has another key."""
+    if (request := read_request(parameters)) and request.key == key:
+        with anyio.move_on_after(MARK_S):
             await run_in_thread(allow_eviction, spool, parameters, reason)
 
 
