@@ -238,6 +238,9 @@ class _Sources:
         """Yield the bytes of a tensor of the mean, block by block."""
         shape, dtype = self.saved[self.newest].metas[name]
         is_newest = not dtype.is_floating_point or any(fnmatchcase(name, e) for e in self.exclude)
+        if not is_newest and dtype.itemsize == 1:
+            how = "its scale is another tensor, so it has no mean: merge weights of another dtype"
+            raise ConfigError(f"{name} is {dtype}, and {how}, or exclude it and its scale")
         for box in _iter_boxes(shape):
             if is_newest:
                 mean = torch.empty(box.sizes, dtype=dtype, device="cpu")

@@ -293,6 +293,9 @@ def test_what_cannot_be_merged_or_is_corrupted_is_a_sentence_and_changes_nothing
     job: Job, states: dict[int, State], tmp_path: Path
 ) -> None:
     commit_model(job, 40, {**make_state(4), "embed.weight": torch.zeros(13, 7)})
+    quantized = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "scale": torch.ones(1)}
+    for step in (50, 60):
+        commit_model(job, step, quantized)
     open_run(tmp_path / "another", "training", 0)
     whole = [10, 20]
     for steps, out, how, error, sentence in [
@@ -309,11 +312,12 @@ def test_what_cannot_be_merged_or_is_corrupted_is_a_sentence_and_changes_nothing
         (whole, "out", {"role": "critic"}, CommitError, "no model of role critic"),
         ("10,40", "out", {}, ConfigError, "10 and 40 do not have the same .* embed.weight differ"),
         ("last=x,10", "out", {}, ConfigError, "'last=x' is unknown"),
+        ([50, 60], "out", {}, ConfigError, "weight is torch.float8_e4m3fn, and its scale is ano"),
     ]:
         with pytest.raises(error, match=sentence):
             merge_steps(job.root, steps, tmp_path / out, **how)  # type: ignore[arg-type]
         assert steps_on_disk(tmp_path / "out") == []
-    assert steps_on_disk(job.root) == [10, 20, 30, 40]
+    assert steps_on_disk(job.root) == [10, 20, 30, 40, 50, 60]
     shard = step_folder(job.root, 20) / "actor/model_world_size_2_rank_1.pt"
     flip_a_byte(shard, -3000)
     with pytest.raises(CommitError, match=f"{shard} is corrupted"):
