@@ -445,13 +445,8 @@ def test_a_hugging_face_training_that_raised_goes_on_with_the_same_callback(
 def test_a_batch_that_does_not_fit_begins_the_training_again(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    def exhaust() -> None:
-        if exhausted:
-            raise RuntimeError(exhausted.pop())
-
-    exhausted = ["CUDA out of memory."]
     trainer = hugging_face(callback(), 4, auto_find_batch_size=True)
-    trainer.add_callback(At(3, exhaust))
+    trainer.add_callback(At(3, exhaust_once()))
     trainer.train()
     assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
     assert read_run_number(tmp_path / "ckpts", 2) == 2
@@ -460,20 +455,40 @@ def test_a_batch_that_does_not_fit_begins_the_training_again(
 def test_a_batch_that_does_not_fit_after_a_resume_begins_again_at_the_step_of_the_resume(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    def exhaust() -> None:
-        if exhausted:
-            raise RuntimeError(exhausted.pop())
-
-    exhausted = ["CUDA out of memory."]
     hugging_face(callback(), 4).train()
     saves = callback()
-    trainer = hugging_face(saves, 8, auto_find_batch_size=True)
-    trainer.add_callback(At(6, exhaust))
-    trainer.train(resume_from_checkpoint=saves.latest())
+    resume_until_exhausted(saves, At(6, exhaust_once()))
     begun = [run.resumed_from for run in list_known_runs(tmp_path / "ckpts")]
     assert begun == [0, 4, 4]
     assert steps_on_disk(tmp_path / "ckpts") == [4, 6, 8]
     assert not saves._folder_of(4).exists()
+
+
+def test_a_batch_that_does_not_fit_begins_nothing_where_what_was_resumed_is_gone(
+    tmp_path: Path, callback: MakeCallback
+) -> None:
+    hugging_face(callback(), 4).train()
+    reader = At(7, exhaust_once())
+    reader._log_model = "checkpoint"  # as W&B's, so each save makes a folder
+    with pytest.raises(ConfigError, match=r"checkpoint-4 was removed: start again"):
+        resume_until_exhausted(callback(), reader)
+    assert [run.resumed_from for run in list_known_runs(tmp_path / "ckpts")] == [0, 4]
+
+
+def exhaust_once() -> Callable[[], None]:
+    exhausted = ["CUDA out of memory."]
+
+    def exhaust() -> None:
+        if exhausted:
+            raise RuntimeError(exhausted.pop())
+
+    return exhaust
+
+
+def resume_until_exhausted(saves: TrinitySyncCallback, exhausts: TrainerCallback) -> None:
+    trainer = hugging_face(saves, 8, auto_find_batch_size=True)
+    trainer.add_callback(exhausts)
+    trainer.train(resume_from_checkpoint=saves.latest())
 
 
 def test_two_callbacks_of_a_trainer_are_refused_before_training(callback: MakeCallback) -> None:

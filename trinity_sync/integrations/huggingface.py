@@ -430,6 +430,8 @@ def _wrap_load(original: Call, *args: Any, **kwargs: Any) -> None:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     trainer, checkpoint = list(given.values())[:2]
     callback = _find_callback(trainer)
+    if callback and checkpoint and not Path(checkpoint).is_dir():  # `Trainer` would begin at step 0
+        raise ConfigError(f"{checkpoint} was removed: start again, with {_RESUME}")
     ours = callback and callback.find_own_step(checkpoint) is not None
     of_model = original.__name__ == "_load_from_checkpoint"
     if ours and of_model:
