@@ -1,6 +1,7 @@
 """The callback for Hugging Face's Trainer: saved by steps, resumed bit-equal, failures raised."""
 
 import pickle
+import random
 import re
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import (
@@ -473,6 +475,21 @@ def test_a_batch_that_does_not_fit_begins_nothing_where_what_was_resumed_is_gone
     with pytest.raises(ConfigError, match=r"checkpoint-4 was removed: start again"):
         resume_until_exhausted(callback(), reader)
     assert [run.resumed_from for run in list_known_runs(tmp_path / "ckpts")] == [0, 4]
+
+
+class DrawsNumbers(GPT2LMHeadModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.drawn = random.random(), np.random.rand(), torch.rand(1, device="cpu")
+
+
+def test_a_save_draws_no_random_numbers_of_the_training(callback: MakeCallback) -> None:
+    def train(**given: Any) -> tuple[float, ...]:
+        trainer = hugging_face(callback(), 4, model=DrawsNumbers(make_gpt2().config), **given)
+        trainer.train()
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    assert train(save_strategy="steps") == train(save_strategy="no")
 
 
 def exhaust_once() -> Callable[[], None]:

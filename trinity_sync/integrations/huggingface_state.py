@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.formats.hf_files import require_same_adapter
 from trinity_sync.formats.shard_reader import open_shard, require_same_model
 from trinity_sync.integrations.import_hooks import replace_attributes
-from trinity_sync.integrations.trainer_saves import MEMORY
+from trinity_sync.integrations.trainer_saves import MEMORY, get_rng_state, set_rng_state
 from trinity_sync.snapshot.stager import ATTACHMENTS
 
 with from_extra("hf"):
@@ -187,7 +187,9 @@ def collect_model_files(trainer: Any) -> dict[str, bytes]:
     processing_class = trainer.processing_class or getattr(collator, "tokenizer", None)
 
     def write_config(folder: Path) -> None:
-        with torch.random.fork_rng(devices=()), torch.device("meta"):
+        with ExitStack() as after:
+            after.callback(set_rng_state, get_rng_state())  # a model may draw numbers
+            after.enter_context(torch.device("meta"))
             built = type(model)(deepcopy(model.config)).state_dict()
         if differing := built.keys() ^ model.state_dict().keys():
             raise ConfigError(
