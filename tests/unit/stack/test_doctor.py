@@ -115,7 +115,7 @@ def test_an_environment_without_the_stack_asks_its_server(
 
 def test_a_home_without_room_fails(committed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     (committed.root / "no home").mkdir()
-    assert "home" not in checks(committed)
+    assert (found := checks(committed).get("home")) is None or found.state == "warn"  # below /tmp
     monkeypatch.setattr(doctor, "LEAST_ROOM", 1 << 62)
     assert checks(committed)["home"].state == "fail"
 
