@@ -54,8 +54,8 @@ def await_that(holds: Callable[[], object], what: str, seconds: float = WAIT_S) 
 
 
 def is_announced(job: Job, step: int) -> bool:
-    outcomes = (job.root / ".trinity_sync/outcomes").glob("*.jsonl")
-    return any(f"/step{step}/" in each.read_text() for each in outcomes)
+    journals = (job.root / ".trinity_sync/journal").glob("*.jsonl")
+    return any(f"/step{step}/" in each.read_text() for each in journals)
 
 
 def savers_of(spool: Path) -> list[psutil.Process]:
