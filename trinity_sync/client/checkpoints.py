@@ -28,7 +28,7 @@ from trinity_sync.storage.metrics import (
     write_metrics,
 )
 from trinity_sync.storage.restore import load_bytes, load_states
-from trinity_sync.storage.runs import is_run_gone
+from trinity_sync.storage.runs import is_run_gone, list_runs
 from trinity_sync.storage.steps_in_use import lease_to_read, resolve_step
 from trinity_sync.weights.committed import name_commit
 from trinity_sync.weights.version_view import Target, VersionOpener
@@ -260,6 +260,6 @@ class Checkpoints:
         if not (self.root / PRIVATE_FOLDER).exists():
             raise RootAwayError(explain_away(self.root, f"of step {step}"))
         found = self._found.get(step)
-        if found and is_run_gone(self.root, found.run, found.run_key):
+        if found and is_run_gone(list_runs(self.root), found.run, found.run_key):
             require_run(self.root, None, found, CALL_AGAIN)
         return found.run if found else find_run_of_step(self.root, step)

@@ -23,7 +23,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import decode_record
 from trinity_sync.layout import is_below, step_folder
 from trinity_sync.storage.manifest import Manifest, encode_manifest, read_manifest
-from trinity_sync.storage.runs import is_run_gone
+from trinity_sync.storage.runs import is_run_gone, list_runs
 
 FOLDER_FILE = "dcp_folder"
 """File of a step with the path of the program's folder, below the parent folder of the root."""
@@ -66,7 +66,7 @@ def link_step(root: str | Path, step: int, role: str) -> None:
     if (
         earlier
         and earlier.job == manifest.job
-        and not is_run_gone(root, earlier.run, earlier.run_key)
+        and not is_run_gone(list_runs(root), earlier.run, earlier.run_key)
     ):
         linked, now = (earlier.run, earlier.step), (manifest.run, step)
         if linked > now or (linked == now and (folder / INDEX).exists()):

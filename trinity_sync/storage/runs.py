@@ -169,9 +169,9 @@ def find_newest_run(root: str | Path) -> Run | None:
     return max(runs, key=lambda run: run.number) if runs else None
 
 
-def is_run_gone(root: str | Path, run: int, run_key: str) -> bool:
-    """Return whether a root has lost a run, since it was restored; raises as `list_runs`."""
-    keys = {each.number: each.key for each in list_runs(root)}
+def is_run_gone(runs: Iterable[Run], run: int, run_key: str) -> bool:
+    """Return whether a root whose runs are listed has lost a run, since it was restored."""
+    keys = {each.number: each.key for each in runs}
     if not (key := keys.get(run, "")):
         return run > max(keys, default=run)
     return run_key not in ("", key) and not key.startswith(FETCHED)

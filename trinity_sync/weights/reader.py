@@ -277,7 +277,7 @@ class WeightReader:
         """Yield versions to try, best first; each is looked up once the one before has failed."""
         last = self.version
         if last and wanted and wanted.is_older_than(last):
-            lost = is_run_gone(last.root, last.run, last.run_key)
+            lost = is_run_gone(list_runs(last.root), last.run, last.run_key)
             last = None if lost or is_superseded(last.root, last.run, last.step) else last
         if wanted and not (last and wanted.is_older_than(last)):
             yield wanted

@@ -376,7 +376,7 @@ class RolloutGate:
             if not runs:
                 raise ConfigError(f"{made_by.root} has no runs here; the trainer has to see it")
             is_here = made_by.identity in ("", identity)
-            if is_here and not is_run_gone(made_by.root, made_by.run, made_by.run_key):
+            if is_here and not is_run_gone(runs, made_by.run, made_by.run_key):
                 shared = find_shared_step(runs, made_by.run, made_by.step)
         else:
             shared = made_by if resumed_at is None else min(made_by, resumed_at)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.path_calls import watch_path_calls
 from trinity_sync.errors import ConfigError
 from trinity_sync.storage.runs import open_run
 from trinity_sync.weights.versions import RolloutGate, Version
@@ -81,7 +82,11 @@ def test_a_rollout_of_a_run_that_a_restored_root_has_lost_is_refused(root: Path)
     backup = shutil.copytree(root, root.with_name("backup"))
     lost = open_run(root, "lost", 40, 1)
     rollout = Version(45, lost.number, "memory", str(root), run_key=lost.key)
-    assert gate.accepts(rollout, trainer_step=46)
+    calls: list[tuple[str, str]] = []
+    with watch_path_calls(lambda *call: calls.append(call), root):
+        assert gate.accepts(rollout, trainer_step=46)
+    runs = root / ".trinity_sync/runs"
+    assert [calls.count(("open", str(runs / f"{number}.json"))) for number in (1, 2)] == [1, 1]
     shutil.rmtree(root)
     backup.rename(root)
     found = open_run(root, "restored", 40, 1)

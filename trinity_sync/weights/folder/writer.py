@@ -33,7 +33,7 @@ from trinity_sync.fs.locks import open_lock_file, try_acquire_file_lock
 from trinity_sync.fs.process import describe_holder
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import check_type
-from trinity_sync.storage.runs import is_run_gone, is_superseded
+from trinity_sync.storage.runs import is_run_gone, is_superseded, list_runs
 from trinity_sync.tensors.dtensors import have_equal_bits
 from trinity_sync.weights.folder.bucket import open_bucket
 from trinity_sync.weights.folder.delta import Change, encode_change, view_bytes, write_delta
@@ -357,7 +357,7 @@ class WeightFolder:
             self._require_own(version, latest)
             self._remove_leftovers(latest)
             job = str(version.root), version.identity
-            if latest and is_run_gone(latest.root, latest.run, latest.run_key):
+            if latest and is_run_gone(list_runs(latest.root), latest.run, latest.run_key):
                 job = "", ""  # another root has this path now: an older one
             if latest and (latest.root, latest.identity) == job:
                 key, known = (version.run, version.step), (latest.run, latest.step)
