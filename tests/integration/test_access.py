@@ -12,6 +12,7 @@ from tests.conftest import STACK_VARIABLES, environment, left_of, processes_of
 from tests.integration.test_packaging import ray_of_another_environment
 from tests.support.database import lay_tables
 from trinity_sync import Settings, StackError
+from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.settings import LOCAL_HOST, StackSettings
 from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.doctor import run_checks
@@ -78,6 +79,7 @@ def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(
     site = {
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_API_BASE_PATH": "/behind/a/proxy",
+        "PREFECT_SERVER_API_DEFAULT_LIMIT": "50",
     }
     settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
     lay_tables(settings)
@@ -89,6 +91,8 @@ def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(
             daemon.await_ready("the Prefect server", state.server, is_ready, 120)
             env = services.build_environment(settings, StackSettings(), state)
             subprocess.run([sys.executable, "-m", "trinity_sync", "deploy"], env=env, check=True)
+            with environment(env):
+                assert ask_server(settings, lambda api: api.read_saves("none"), state.api_url) == []
         finally:
             daemon.stop(state.server, 20)
 

@@ -184,9 +184,9 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
     env = {**build_environment(settings, stack, state), **_prefect_home(settings)}
     if auth:
         env["PREFECT_SERVER_API_AUTH_STRING"] = auth
-    # a profile of the caller's PREFECT_HOME, and the path of a server behind a proxy
-    for name in ("PREFECT_PROFILE", "PREFECT_SERVER_API_BASE_PATH"):
-        env.pop(name, None)
+    # a profile of the caller's PREFECT_HOME, the path of a server behind a proxy, and its pages
+    for name in ("PROFILE", "SERVER_API_BASE_PATH", "SERVER_API_DEFAULT_LIMIT"):
+        env.pop(f"PREFECT_{name}", None)
     daemon.make_private_folder(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
     return replace(state, server=server)
