@@ -374,6 +374,7 @@ def test_nothing_counts_as_sent_to_a_remote_whose_mount_is_away(
     shutil.rmtree(store)  # on purpose
     shutil.rmtree(saves.root / ".trinity_sync/stored")
     assert replicate_missing(saves.root, one.url) == [3, 4]
+    replicate_and_record(saves.root, f"{one.url}-2", 4)  # which has had none
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from trinity_sync.storage.discovery import (
 )
 from trinity_sync.storage.gc import remove_replaced
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.manifest import read_manifest, write_manifest_into
+from trinity_sync.storage.manifest import read_manifest, read_run_head, write_manifest_into
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.persist import WriteOptions, persist
 from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superseded
@@ -209,6 +209,7 @@ def test_an_image_that_comes_late_is_not_judged_by_a_manifest_that_cannot_be_rea
             free_committed_slots(job.spool, job.save(3), written)
         with pytest.raises(BlockingIOError):
             export_requested_models(job.request(3))
+        assert read_run_head(job.root, 1, 3) is None
     assert [each.failed for each in job.spool.tickets()[0]] == [False]
     free_committed_slots(job.spool, job.save(3), written)
     assert job.spool.tickets() == ([], [])

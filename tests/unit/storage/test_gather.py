@@ -92,14 +92,17 @@ def test_a_retry_takes_no_step_for_removed_whose_manifest_cannot_be_read(job: Jo
     job.stage(3, MODEL)
     job.commit(3)
     free_committed_slots(job.spool, job.save(3), job.persist(3))
+    folder = step_folder(job.root, 3)
     with ExitStack() as held:
-        held.enter_context(no_opens_of(step_folder(job.root, 3) / MANIFEST))
+        held.enter_context(no_opens_of(folder / MANIFEST))
         late = looks(held.close)
         images, files = gather_images(job.share, job.save(3), "model", 1.0, late)
     assert (images, len(files)) == ([], 1)
-    shutil.rmtree(step_folder(job.root, 3))
-    with pytest.raises(RemovedStepError):
-        gather_images(job.share, job.save(3), "model", 1.0, looks())
+    with ExitStack() as held:
+        held.enter_context(no_opens_of(folder / MANIFEST))
+        held.callback(shutil.rmtree, folder)
+        with pytest.raises(RemovedStepError):
+            gather_images(job.share, job.save(3), "model", 1.0, looks(held.close))
 
 
 def test_a_change_within_the_same_tick_is_noticed(tmp_path: Path) -> None:
