@@ -67,7 +67,7 @@ def acquire_spare(root: str | Path, temporary: Path, nbytes: int) -> bool:
     """
     if nbytes < WORTHWHILE:
         return False
-    sizes = list_spares(root) if os.access(_folder(root), os.R_OK) else {}
+    sizes = list_spares(root)
     for path in sorted(sizes, key=lambda path: (sizes[path] < nbytes, abs(sizes[path] - nbytes))):
         try:
             move(path, temporary)
@@ -91,9 +91,9 @@ def remove_spares(root: str | Path) -> None:
 
 
 def list_spares(root: str | Path) -> dict[Path, int]:
-    """Return the spare files with their sizes in bytes."""
+    """Return the spare files with their sizes in bytes, as far as they can be listed."""
     sizes = {}
-    with suppress(FileNotFoundError):  # there is no folder
+    with suppress(OSError):  # there is no folder, or it is another user's
         for path in _folder(root).iterdir():
             with suppress(FileNotFoundError):  # acquired meanwhile
                 found = path.lstat()

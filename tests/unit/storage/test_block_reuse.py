@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.support.disk import flip_a_byte
-from tests.support.dying import in_a_process
+from tests.support.dying import as_another_user, in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_renamed
 from trinity_sync.errors import CommitError, SaveError
@@ -189,6 +189,25 @@ def test_a_folder_of_spare_files_that_this_user_may_not_change_stops_no_write(
     finally:
         subprocess.run(["chattr", "-i", spares], check=True)
     assert acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o744, 0o711])
+def test_a_folder_of_spare_files_that_another_user_has_made_stops_neither_write_nor_removal(
+    tmp_path: Path, step: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    remove_folder(tmp_path, step, keep=PLENTY)
+    (tmp_path / ".trinity_sync/spare").chmod(mode)
+    tmp_path.chmod(0o777)
+    monkeypatch.chdir(tmp_path)  # the folders above it are closed
+
+    def write_and_remove() -> None:
+        own = Path("own")
+        own.mkdir()
+        assert not acquire_spare(".", own / "one", WORTHWHILE)
+        remove_folder(".", own, keep=PLENTY)
+        assert not own.exists()
+
+    as_another_user(write_and_remove)
 
 
 def test_spare_files_stay_below_their_limit(tmp_path: Path, step: Path) -> None:
