@@ -312,6 +312,11 @@ def test_a_flow_run_that_is_gone_is_requested_again_while_its_save_waits(
         assert not requests._untaken
         monkeypatch.setattr(saver, "REQUEST_S", 0.0)
         until(lambda: count_requests() > 1, "another request")
+    waits = FlowRunRequests(PrefectApi(settings, url), lambda: None)
+    waits._runs = True  # its thread waits for a server that is away
+    for _ in range(2):
+        waits.want(job.spool.folder, [save])
+    assert waits._wanted.qsize() == 1
 
 
 def test_a_failed_save_whose_flow_run_is_gone_is_retried_by_the_saver(
