@@ -26,6 +26,7 @@ PAGE = 200
 FAILED = ("FAILED", "CRASHED", "CANCELLED")
 """Types of the final states of a flow run that has not committed its step."""
 FINAL = ("COMPLETED", *FAILED)
+AT_LIMIT = "Deployment concurrency limit reached."  # of a run that a limit has cancelled
 UNDER_WAY = ("RUNNING", "PENDING", "CANCELLING")
 """Types of the states of runs that a process executes, and of zombie runs."""
 

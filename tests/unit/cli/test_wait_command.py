@@ -137,6 +137,22 @@ def test_a_run_that_a_user_has_made_of_a_save_is_no_save(root: Path) -> None:
     assert (done.exit_code, "step 30 is committed" in done.stdout) == (0, True)
 
 
+def test_a_run_that_a_limit_of_the_server_has_cancelled_ends_no_wait_for_the_saver(
+    root: Path,
+) -> None:
+    looks, at_limit = count(), "Deployment concurrency limit reached."
+
+    def answer(tags: list[str]) -> list[dict[str, Any]]:
+        run = flow_run(30, 2, "checkpoint", "CANCELLED")
+        if next(looks) == 2:
+            commit_files(root, 30, run=2)
+        return [{**run, "state": {**run["state"], "message": at_limit}}]
+
+    with serve(answer) as url:
+        done = wait(root, url, "--timeout", 60)
+    assert (done.exit_code, "step 30 is committed" in done.stdout) == (0, True)
+
+
 def test_the_attempt_that_failed_of_a_save_that_was_submitted_again_ends_no_wait(
     root: Path,
 ) -> None:

@@ -28,6 +28,7 @@ import anyio
 from pydantic import ValidationError
 
 from trinity_sync.client.prefect_api import (
+    AT_LIMIT,
     FINAL,
     UNDER_WAY,
     FlowRun,
@@ -54,7 +55,6 @@ WAITING = "Waiting for its root"
 ACQUIRED_BY = "Acquired by "
 """Prefix of the message of a Pending state, before the process that acquired the run, as
 ``node/pid/start time``."""
-AT_LIMIT = "Deployment concurrency limit reached."  # of a run that a limit has cancelled
 TAG = "trinity-sync"
 """Tag of all deployments of prefect.yaml, which excludes other flows of the server."""
 LATE_S = 60.0
@@ -175,8 +175,7 @@ def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> N
 
     ``parameters`` are the flow run's.
     """
-    request = read_request(parameters)
-    if request is None:
+    if (request := read_request(parameters)) is None:
         return
     try:
         end_images(JobSpool(spool / request.job), request, reason)

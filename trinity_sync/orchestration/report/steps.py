@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trinity_sync.client.prefect_api import FAILED, FlowRun
+from trinity_sync.client.prefect_api import AT_LIMIT, FAILED, FlowRun
 from trinity_sync.client.prefect_connection import knows_server
 from trinity_sync.errors import FormatError
 from trinity_sync.layout import KINDS, Kind
@@ -199,7 +199,7 @@ def _lacks_models(root: Path, manifest: Manifest, told: Entry | None) -> bool:
 
 def _tell(run: FlowRun, known: Entry | None) -> Entry | None:
     """Return what a flow run tells of its save, or the journal if a saver has taken it over."""
-    state = STATES_OF_RUNS.get(run.state.type)
+    state = "left" if run.state.message == AT_LIMIT else STATES_OF_RUNS.get(run.state.type)
     is_retried = state is None and known is not None and known.at < run.state.since
     if known and known.takes_over and known.start >= run.attempts and not is_retried:
         return known
