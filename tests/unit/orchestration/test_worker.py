@@ -117,7 +117,7 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
     async def set_state(_: UUID, state: State[Any], *, force: bool) -> None:
         states.append(state)
 
-    async def execute() -> None:
+    async def execute(key: str | None) -> None:
         worker = Failing(work_pool_name="any")
         worker.entrypoint = broken
         if "colour" in why:
@@ -127,10 +127,12 @@ def test_a_save_that_this_worker_cannot_begin_is_left_to_the_saver(
         worker._client = SimpleNamespace(set_flow_run_state=set_state)  # type: ignore[assignment]
         given = {"request": {**request, "format": 0} if "format" in why else request}
         how = {"flow_id": UUID(int=1), "deployment_id": UUID(int=2)}
-        run = FlowRun(**how, parameters=given, idempotency_key=job.request(1).key)
-        await worker.execute_run(run)
+        await worker.execute_run(FlowRun(**how, parameters=given, idempotency_key=key))
 
-    asyncio.run(execute())
+    asyncio.run(execute(None))
+    assert read_entry(job.request(1)) is None  # a user has made that run
+    states.clear()
+    asyncio.run(execute(job.request(1).key))
     told = read_entry(job.request(1))
     assert (told.is_left, why in told.message) == (True, True)
     ended = {"cannot import": ["Crashed"], "Wrong parameters: colour": ["Failed"]}

@@ -30,6 +30,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
     ATTEMPTS,
     WAITING,
     recover_run,
+    try_allow_eviction,
 )
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.worker import TrinitySyncWorker
@@ -317,4 +318,6 @@ def test_a_run_that_a_user_has_made_of_a_save_ends_no_save(
     (request,) = find_pending_saves(job.spool, grace_s=0)
     with failed_run(request, "CANCELLED", key="of a copy") as api:
         assert tell(recovery, api, request) is None
+    copied = {"request": request.model_dump(mode="json")}
+    asyncio.run(try_allow_eviction(job.spool.folder.parent, copied, None, "cancelled"))
     assert [image.failed for image in job.spool.tickets()[0]] == [False]

@@ -33,6 +33,7 @@ from trinity_sync.fs.direct_io import RateLimit, digest_cached_file
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.on_node import commit_step
+from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import export_requested_models
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import RootSteps, list_prunable_quarantine
@@ -210,6 +211,7 @@ def test_an_image_that_comes_late_is_not_judged_by_a_manifest_that_cannot_be_rea
         with pytest.raises(BlockingIOError):
             export_requested_models(job.request(3))
         assert read_run_head(job.root, 1, 3) is None
+        assert find_pending_saves(job.spool, grace_s=0)
     assert [each.failed for each in job.spool.tickets()[0]] == [False]
     free_committed_slots(job.spool, job.save(3), written)
     assert job.spool.tickets() == ([], [])
