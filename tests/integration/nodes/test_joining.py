@@ -40,6 +40,7 @@ def at(number: int) -> StackSettings:
     return StackSettings(
         server={"host": f"127.0.0.{number}", "port": 0},
         ray={"cpus": 1},
+        worker={"nice": 0},  # it is awaited beside tests on all cores
         maintenance={"schedules": False},
     )
 
