@@ -80,6 +80,7 @@ def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_API_BASE_PATH": "/behind/a/proxy",
         "PREFECT_SERVER_API_DEFAULT_LIMIT": "50",
+        "PREFECT_API_DEFAULT_LIMIT": "50",  # its older name
     }
     settings = Settings(home=tmp_path / "home", spool=tmp_path / "spool")
     lay_tables(settings)

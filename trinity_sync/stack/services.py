@@ -185,8 +185,8 @@ def start_server(settings: Settings, stack: StackSettings, state: StackState) ->
     if auth:
         env["PREFECT_SERVER_API_AUTH_STRING"] = auth
     # a profile of the caller's PREFECT_HOME, the path of a server behind a proxy, and its pages
-    for name in ("PROFILE", "SERVER_API_BASE_PATH", "SERVER_API_DEFAULT_LIMIT"):
-        env.pop(f"PREFECT_{name}", None)
+    for key in ("PROFILE", "SERVER_API_BASE_PATH", "SERVER_API_DEFAULT_LIMIT", "API_DEFAULT_LIMIT"):
+        env.pop(f"PREFECT_{key}", None)
     daemon.make_private_folder(Path(env["PREFECT_HOME"]))  # its database
     server = _start("server", command, settings, env)
     return replace(state, server=server)
