@@ -78,6 +78,9 @@ SILENT_S = 10.0
 STARTS = 2
 """Savers in a row that end before they serve, after which saves fail; the first may have been
 killed, or started before what is wrong was repaired."""
+UNKNOWN_STARTS = 5
+"""The same for savers whose exit code is 0, as that of each child of a process that ignores SIGCHLD
+or reaps all children; also that of a saver in whose place another serves."""
 SERVER = "server"
 """File in the folder of a job in the spool with the URL of the server that its trainer uses."""
 UNREQUESTED = "unrequested"
@@ -211,9 +214,9 @@ class SaverControl:
                 return  # it begins, and looks for images first
             self._started = None
             code = started.returncode
-            if code and self._starts >= STARTS:
+            if self._starts >= (STARTS if code else UNKNOWN_STARTS):
                 raise SaveError(
-                    f"the saver has ended with exit code {code}: {self._read_reason()}. Its log is "
+                    f"the saver has ended with exit code {code or 'unknown'}: {self._read_reason()}. Its log is "
                     f"{self._log}. Repair that and save again. Images of saves stay in "
                     f"{self._spool}; the next start of a training on this node, or trinity-sync "
                     "up, commits them"

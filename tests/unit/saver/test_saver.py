@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -301,6 +302,26 @@ def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
         with pytest.raises(SaveFailedError, match=rf"exit code 1: .* Its log is .*{LOG}"):
             saves.wait_all(60)
     saves.save(2, {"model": {"w": torch.ones(3)}}).wait(60)
+
+
+@pytest.fixture
+def no_child_status() -> Iterator[None]:
+    """The kernel reaps all children of this process."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("no_child_status")
+def test_a_saver_that_cannot_be_started_fails_the_save_of_a_process_that_ignores_its_children(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        saves.save(1, {"model": {"w": torch.ones(3)}})
+        with pytest.raises(SaveFailedError, match=rf"exit code unknown: .* Its log is .*{LOG}"):
+            saves.wait_all(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
 
 
 def test_settings_that_no_saver_can_start_with_fail_the_save_with_their_reason(
