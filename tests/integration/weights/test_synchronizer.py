@@ -139,7 +139,7 @@ def test_a_wait_that_its_caller_gives_up_does_not_stay_in_the_actor(
     async def give_up() -> None:
         for _ in range(4):
             wait = asyncio.create_task(reader.wait_newer())
-            await asyncio.sleep(0)  # it has sent its call
+            await asyncio.sleep(0.5)  # it waits for the answer, too
             wait.cancel()
             await asyncio.wait([wait])
 
