@@ -23,7 +23,7 @@ from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestE
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.layout import KINDS, step_folder, steps_on_disk
+from trinity_sync.layout import CORRUPTION_MARK, KINDS, step_folder, steps_on_disk
 from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.discovery import (
     Corruption,
@@ -220,7 +220,10 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedSte
         seen = {each.file.record.path: each.wrong for each in checked}
         known = before.files if before else {}
         named = {record.path for record in manifest.files}
-        old = {name: wrong for name, wrong in known.items() if name in named - seen.keys()}
+        unseen = named - seen.keys()
+        if unseen:  # a mark that cannot be read may be of any file
+            unseen.add(CORRUPTION_MARK)
+        old = {name: wrong for name, wrong in known.items() if name in unseen}
         wrong = {**old, **{name: what for name, what in seen.items() if what}}
         corruption = Corruption(wrong, time.time())
         if not is_writable:

@@ -22,7 +22,7 @@ from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, SupersededError
 from trinity_sync.fs.locks import acquire_commit_lock
-from trinity_sync.layout import MANIFEST, step_folder
+from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.remote.upload import replicate
 from trinity_sync.storage.discovery import (
@@ -209,6 +209,21 @@ def test_a_valid_file_does_not_hide_a_corrupted_one(job: Job) -> None:
     others = [file for file in choose_files(job.root, step=1) if file.record.path != SHARD]
     (verdict,) = judge_steps(check_files(others))
     assert (verdict.state, SHARD in verdict.wrong) == ("corrupted", True)
+
+
+def test_a_mark_that_cannot_be_read_stays_until_all_files_are_found_valid(job: Job) -> None:
+    save(job, 1, 2)
+    flip_a_byte(shard(job, 2), -2000)
+    verify(job, step=2)
+    mark = step_folder(job.root, 2) / CORRUPTION_MARK
+    mark.write_bytes(mark.read_bytes()[:20])
+    others = [file for file in choose_files(job.root, step=2) if file.record.path != SHARD]
+    for _ in range(2):  # it is written again, and nothing is known of the other files still
+        assert states(judge_steps(check_files(others))) == {2: "corrupted"}
+        assert find_newest(job.root).step == 1
+    flip_a_byte(shard(job, 2), -2000)
+    assert states(verify(job, step=2)) == {2: "restored"}
+    assert find_newest(job.root).step == 2
 
 
 def test_a_pointer_stays_where_no_step_can_be_loaded(job: Job) -> None:
