@@ -216,10 +216,10 @@ class SaverControl:
             code = started.returncode
             if self._starts >= (STARTS if code else UNKNOWN_STARTS):
                 raise SaveError(
-                    f"the saver has ended with exit code {code or 'unknown'}: {self._read_reason()}. Its log is "
-                    f"{self._log}. Repair that and save again. Images of saves stay in "
-                    f"{self._spool}; the next start of a training on this node, or trinity-sync "
-                    "up, commits them"
+                    f"the saver has ended with exit code {code or 'unknown'}: "
+                    f"{self._read_reason()}. Its log is {self._log}. Repair that and save again. "
+                    f"Images of saves stay in {self._spool}; the next start of a training on this "
+                    "node, or trinity-sync up, commits them"
                 )
         if not sys.executable:  # Python is embedded in another program
             raise SaveError(

@@ -193,8 +193,10 @@ def _lacks_models(root: Path, manifest: Manifest, told: Entry | None) -> bool:
     """Return whether the export of a model has failed, or could not even be tried."""
     if manifest.failed_exports or not (manifest.exports and told and told.has_failed):
         return bool(manifest.failed_exports)
-    with_models = read_run_manifest(root, manifest.run, manifest.step, ranks={0})
-    return bool(with_models and with_models.list_missing_exports())
+    with suppress(OSError):  # the next look may tell
+        with_models = read_run_manifest(root, manifest.run, manifest.step, ranks={0})
+        return bool(with_models and with_models.list_missing_exports())
+    return False
 
 
 def _tell(run: FlowRun, known: Entry | None) -> Entry | None:
