@@ -8,8 +8,9 @@ storage and its address are kept as well. If a count, a sample or an address dif
 the image is torn and is not saved.
 
 Without a digest taken at the call, three changes are missed: one of a few elements that PyTorch
-does not count, an operation still running when the copy ends, which is counted at its end, and
-memory that is freed, allocated again at the same address and filled with the same bytes.
+does not count, an operation still running when the copy ends, which is counted at its end, unless
+it has changed the first bytes of a storage on the CPU, and memory that is freed, allocated again at
+the same address and filled with the same bytes.
 """
 
 import ctypes
@@ -126,8 +127,9 @@ class MutationGuard:
 class _Samples:
     """Bytes from the middle of each large storage of a device.
 
-    On a GPU they stay on the device, are gathered in one operation, and are compared on the staging
-    stream: the comparison waits for the copy, not for the work that training has submitted.
+    On the CPU also its first ones, which an operation that still runs has changed. On a GPU they
+    stay on the device, are gathered in one operation, and are compared on the staging stream: the
+    comparison waits for the copy, not for the work that training has submitted.
     """
 
     def __init__(self, storages: Storages) -> None:
@@ -150,7 +152,8 @@ class _Samples:
 
     def _taken(self, read: Callable[[int], bytes]) -> Any:
         if self._device.type == "cpu":
-            return [read(s.data_ptr() + s.nbytes() // 2) for s in self._storages]
+            at = ((s.data_ptr(), s.nbytes() // 2) for s in self._storages)
+            return [read(start) + read(start + middle) for start, middle in at]
         return sample_storages(self._storages)
 
 
