@@ -114,10 +114,9 @@ class SlotPool:
 
     def close(self) -> None:
         """Unmap all slots, and delete those without a sealed image."""
-        for slots in self.slots.values():
-            for slot in slots:
+        for key in [*self.slots]:
+            for slot in self.slots.pop(key, ()):  # another thread may close as well
                 slot.close(remove=True)
-        self.slots.clear()
 
     def list_slots(self, role: str, component: str, rank: int) -> list[Slot]:
         """Return the slots of a rank's component, with those that an earlier process added."""

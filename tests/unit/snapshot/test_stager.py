@@ -496,6 +496,23 @@ def test_closing_removes_free_slots_and_the_others_are_removed_once_their_image_
     assert not [*job.spool.folder.glob("*.slot*")]
 
 
+def test_threads_that_close_at_the_same_moment_do_not_trip_over_each_other(job: Job) -> None:
+    meet = threading.Barrier(4)
+
+    def close(stager: Stager) -> None:
+        meet.wait()
+        stager.close()
+
+    for _ in range(10):
+        stager = Stager(job.spool)
+        for rank in range(20):
+            stager.slots.list_slots("actor", "model", rank)
+        with ThreadPoolExecutor(4) as threads:
+            for end in [threads.submit(close, stager) for _ in range(4)]:
+                end.result()
+        assert not [*job.spool.folder.glob("*.slot*")]
+
+
 def test_ranks_that_end_at_the_same_moment_do_not_trip_over_each_other(job: Job) -> None:
     for _ in range(200):
         job.spool.receipts.mkdir(parents=True, exist_ok=True)
