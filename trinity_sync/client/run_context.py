@@ -110,7 +110,9 @@ class RunContext:
                     with self._require_writable():
                         loaded = read_run_number(self._root, step)
                         parents = self._describe(step)
-                        run, _ = self._join(step, loaded, parents)
+                        run, began = self._join(step, loaded, parents)
+                        if began and loaded:
+                            self._warn_of_later_foreign_step(run)
                         if run.resumed_from != step:  # its process had nothing to load
                             run = record_resume(self._root, run, step, loaded, parents)
                         self._run = run
@@ -388,6 +390,16 @@ class RunContext:
                 self._root,
                 max(foreign),
                 quarantine_folder(self._root),
+            )
+
+    def _warn_of_later_foreign_step(self, run: Run) -> None:
+        named = read_latest_pointer(self._root, "checkpoint") or 0
+        if named > run.resumed_from and is_foreign(step_folder(self._root, named)):
+            logger.warning(
+                "Run %d begins at step %d in %s, whose latest pointer names step %d of another "
+                "system. It names this run's steps after their commit. To continue from step %d, "
+                "stop and load it with its own system first.",
+                *(run.number, run.resumed_from, self._root, named, named),
             )
 
 

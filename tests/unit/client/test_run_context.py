@@ -15,7 +15,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.errors import CommitError
 from trinity_sync.formats.merge import merge_steps
-from trinity_sync.layout import PRIVATE_FOLDER
+from trinity_sync.layout import ITERATION_FILES, PRIVATE_FOLDER
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import is_parent_there
@@ -81,6 +81,22 @@ def test_a_run_that_begins_where_another_system_has_saved_is_told(
     assert caplog.text == ""
     assert RunContext(job.root, "second").get().number == 2
     assert "steps of another system; the newest is 40" in caplog.text
+
+
+def test_a_run_that_goes_back_behind_a_step_of_another_system_is_told(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit_in_run(job, 1, "first", 10)
+    pointer = job.root / ITERATION_FILES["checkpoint"]
+    for key, step, told in (("earlier", 5, 0), ("later", 40, 1), ("no longer", 10, 1)):
+        if step != 10:
+            save_foreign_step(job.root, step)
+        pointer.write_text(str(step))
+        RunContext(job.root, key).begin_at(10)
+        assert caplog.text.count("latest pointer names step 40 of another system") == told
+    pointer.write_text("40")
+    RunContext(job.root, "from there").begin_at(40)
+    assert caplog.text.count("of another system") == 1
 
 
 def commit(job: Job, step: int, *, run: int = 1) -> None:
