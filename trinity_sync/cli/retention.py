@@ -133,9 +133,10 @@ def rm(
 def _refuse(root: Path, named: Set[int], plan: "RemovalPlan") -> None:
     """Raise for steps of a plan that were to be removed and are kept, or not committed."""
     kept = {each.step: why for each, why in (*plan.kept, *plan.spared)}
+    gone = f"it is not committed (trinity-sync reconcile {root} frees what a killed removal left)"
     for step in sorted(named - {*plan.changed}):
         raise StepInUseError(
-            f"step {step} in {root} is not removed: {kept.get(step, 'it is not committed')}. "
+            f"step {step} in {root} is not removed: {kept.get(step, gone)}. "
             f"trinity-sync ls {root} lists pins and readers; a later save makes a step removable"
         )
 

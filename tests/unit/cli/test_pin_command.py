@@ -11,6 +11,7 @@ from click.testing import Result
 from tests.support.command import invoke
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
+from trinity_sync.layout import PRIVATE_FOLDER, step_folder
 from trinity_sync.storage.discovery import Corruption, mark_corrupted
 from trinity_sync.storage.steps_in_use import resolve_step, tag
 
@@ -90,6 +91,18 @@ def test_rm_removes_what_only_policies_keep(root: Path) -> None:
         (10, "removed"),
     ]
     assert [row["step"] for row in json_of(root, "ls", root)] == [60, 40, 30, 20]
+
+
+def test_rm_says_what_frees_the_files_of_a_step_whose_removal_was_killed(root: Path) -> None:
+    trash = root / PRIVATE_FOLDER / "trash"
+    trash.mkdir()
+    step_folder(root, 10).rename(trash / "global_step_10.0")
+    refused = run(root, "rm", root, 10, 20, "--yes")
+    assert refused.exit_code == 1
+    command = re.search(r"trinity-sync (reconcile \S+)", refused.stderr)
+    assert command, refused.stderr
+    assert run(root, *command[1].split()).exit_code == 0
+    assert [*trash.iterdir()] == []
 
 
 def test_what_cannot_be_is_one_sentence_and_changes_nothing(root: Path) -> None:
