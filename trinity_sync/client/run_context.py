@@ -372,11 +372,7 @@ class RunContext:
                 "After this run's first commit, a resume finds that commit; steps that it replaces "
                 "are kept in %s. To continue the earlier training, stop and load step %d first "
                 "(coordinator.latest_step and load); for another training, use another root.",
-                run.number,
-                self._root,
-                found.step,
-                quarantine_folder(self._root),
-                found.step,
+                *(run.number, self._root, found.step, quarantine_folder(self._root), found.step),
             )
         elif foreign := [
             step for step in steps_on_disk(self._root) if is_foreign(step_folder(self._root, step))
@@ -386,10 +382,7 @@ class RunContext:
                 "%d. Those that this run saves as well are kept in %s. To continue that training, "
                 "stop and load that step with its own system first; for another one, use another "
                 "root.",
-                run.number,
-                self._root,
-                max(foreign),
-                quarantine_folder(self._root),
+                *(run.number, self._root, max(foreign), quarantine_folder(self._root)),
             )
 
     def _warn_of_later_foreign_step(self, run: Run) -> None:

@@ -219,10 +219,8 @@ def _judge_step(root: str, step: int, checked: list[CheckedFile]) -> VerifiedSte
             return result(state="replaced")
         seen = {each.file.record.path: each.wrong for each in checked}
         known = before.files if before else {}
-        named = {record.path for record in manifest.files}
-        unseen = named - seen.keys()
-        if unseen:  # a mark that cannot be read may be of any file
-            unseen.add(CORRUPTION_MARK)
+        unseen = {record.path for record in manifest.files} - seen.keys()
+        unseen |= {CORRUPTION_MARK} if unseen else set()  # one that is torn may be of any file
         old = {name: wrong for name, wrong in known.items() if name in unseen}
         wrong = {**old, **{name: what for name, what in seen.items() if what}}
         corruption = Corruption(wrong, time.time())
