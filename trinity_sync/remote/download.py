@@ -78,6 +78,8 @@ def fetch(
     join_remote(base, remote)
     manifest = _find_manifest(remote, step)
     if _is_committed_here(base, manifest, replace):
+        with acquire_commit_lock(base):  # a download may have died before that
+            update_latest_pointers(base, manifest)
         return manifest, False
     make_folder(base / PRIVATE_FOLDER)
     lock = base / PRIVATE_FOLDER / "fetching.lock"

@@ -23,7 +23,7 @@ from tests.support.steps import commit_files
 from tests.unit.conftest import SECRET
 from trinity_sync.client.init_root import set_job_settings
 from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
-from trinity_sync.layout import MANIFEST
+from trinity_sync.layout import KINDS, MANIFEST
 from trinity_sync.pipeline.save import replicate_step
 from trinity_sync.remote import download
 from trinity_sync.remote.download import fetch
@@ -119,6 +119,26 @@ def test_a_pull_commits_no_file_that_one_before_it_did_not_sync(
     files = [path for path in (back / "global_step_4/actor").iterdir() if path.is_file()]
     assert {path.name for path in files} == {Path(file_of(4, c)).name for c in ("model", "optim")}
     assert {path.stat().st_ino for path in files} <= durable | before
+
+
+KILLED_BEFORE_THE_POINTERS = """
+import os, signal, sys
+from trinity_sync.remote import download
+download.update_latest_pointers = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+download.fetch(sys.argv[1], 4, sys.argv[2])
+"""
+
+
+def test_a_pull_that_died_after_its_commit_has_its_pointers_after_the_next(
+    commit: Callable[..., Job], url: str, tmp_path: Path
+) -> None:
+    replicate(commit(4).root, url, 4)
+    back = tmp_path / "back"
+    Program(KILLED_BEFORE_THE_POINTERS, url, back).end(-signal.SIGKILL)
+    assert find_newest(back) == read_manifest(back, 4)
+    assert read_latest_pointer(back, "checkpoint") is None
+    assert not fetch(url, 4, back)[1]
+    assert [read_latest_pointer(back, kind) for kind in KINDS] == [4, 4]
 
 
 def test_reading_and_copying_tell_of_every_byte(
