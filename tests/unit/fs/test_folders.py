@@ -13,7 +13,6 @@ from trinity_sync.fs.atomic import list_paths, walk_files
 from trinity_sync.layout import attaching_folder
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import list_prunable_quarantine
-from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.gc import (
     empty_trash,
     remove_attached,
@@ -78,7 +77,6 @@ def test_nothing_lists_a_root_by_what_takes_such_a_folder_for_empty() -> None:
         (replacing_folder(""), remove_replaced),
         (fetching_folder(""), remove_replaced),
         (".trinity_sync/trash", empty_trash),
-        (".trinity_sync/spare", list_spares),
         (
             quarantine_folder(""),
             lambda root: list_prunable_quarantine(root, parse_policy("last=1"), 9e9),
