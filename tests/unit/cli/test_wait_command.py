@@ -123,30 +123,26 @@ def test_a_save_in_flight_that_fails_ends_the_wait_although_another_is_newer(roo
     assert (failed.exit_code, "the save of step 30" in failed.stderr) == (1, True)
 
 
-def test_a_run_that_a_user_has_made_of_a_save_is_no_save(root: Path) -> None:
+def of_a_user() -> list[dict[str, Any]]:
+    copy = {**flow_run(30, 2, "checkpoint", "CANCELLED"), "idempotency_key": None, "name": "a"}
+    return [copy, flow_run(30, 2, "checkpoint", "RUNNING")]
+
+
+def at_a_limit() -> list[dict[str, Any]]:
+    run = flow_run(30, 2, "checkpoint", "CANCELLED")
+    return [{**run, "state": {**run["state"], "message": "Deployment concurrency limit reached."}}]
+
+
+@pytest.mark.parametrize("make_runs", [of_a_user, at_a_limit])
+def test_a_cancelled_run_that_is_no_end_of_its_save_ends_no_wait(
+    root: Path, make_runs: Callable[[], list[dict[str, Any]]]
+) -> None:
     looks = count()
 
     def answer(tags: list[str]) -> list[dict[str, Any]]:
-        copy = {**flow_run(30, 2, "checkpoint", "CANCELLED"), "idempotency_key": None, "name": "a"}
         if next(looks) == 2:
             commit_files(root, 30, run=2)
-        return [copy, flow_run(30, 2, "checkpoint", "RUNNING")]
-
-    with serve(answer) as url:
-        done = wait(root, url, "--timeout", 60)
-    assert (done.exit_code, "step 30 is committed" in done.stdout) == (0, True)
-
-
-def test_a_run_that_a_limit_of_the_server_has_cancelled_ends_no_wait_for_the_saver(
-    root: Path,
-) -> None:
-    looks, at_limit = count(), "Deployment concurrency limit reached."
-
-    def answer(tags: list[str]) -> list[dict[str, Any]]:
-        run = flow_run(30, 2, "checkpoint", "CANCELLED")
-        if next(looks) == 2:
-            commit_files(root, 30, run=2)
-        return [{**run, "state": {**run["state"], "message": at_limit}}]
+        return make_runs()
 
     with serve(answer) as url:
         done = wait(root, url, "--timeout", 60)

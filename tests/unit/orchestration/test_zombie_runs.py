@@ -299,25 +299,29 @@ def test_a_run_that_ended_without_a_worker_is_told_once(
     assert len(path.read_text().splitlines()) == (1 if known != "begun" else 2)
 
 
-def test_a_save_whose_run_a_limit_of_the_server_has_cancelled_is_left_to_the_saver(
-    recovery: NodeRecovery, job: Job
-) -> None:
+@pytest.fixture
+def waiting(job: Job) -> SaveRequest:
+    """A save of the job whose image waits."""
     job.stage(4, {"model": {"w": torch.ones(3)}})
     (request,) = find_pending_saves(job.spool, grace_s=0)
-    with failed_run(request, "CANCELLED", message="Deployment concurrency limit reached.") as api:
+    return request
+
+
+def test_a_save_whose_run_a_limit_of_the_server_has_cancelled_is_left_to_the_saver(
+    recovery: NodeRecovery, job: Job, waiting: SaveRequest
+) -> None:
+    with failed_run(waiting, "CANCELLED", message="Deployment concurrency limit reached.") as api:
         for _ in range(2):
-            entry = tell(recovery, api, request)
+            entry = tell(recovery, api, waiting)
     assert entry.is_left
     assert [image.failed for image in job.spool.tickets()[0]] == [False]
 
 
 def test_a_run_that_a_user_has_made_of_a_save_ends_no_save(
-    recovery: NodeRecovery, job: Job
+    recovery: NodeRecovery, job: Job, waiting: SaveRequest
 ) -> None:
-    job.stage(4, {"model": {"w": torch.ones(3)}})
-    (request,) = find_pending_saves(job.spool, grace_s=0)
-    with failed_run(request, "CANCELLED", key="of a copy") as api:
-        assert tell(recovery, api, request) is None
-    copied = {"request": request.model_dump(mode="json")}
+    with failed_run(waiting, "CANCELLED", key="of a copy") as api:
+        assert tell(recovery, api, waiting) is None
+    copied = {"request": waiting.model_dump(mode="json")}
     asyncio.run(try_allow_eviction(job.spool.folder.parent, copied, None, "cancelled"))
     assert [image.failed for image in job.spool.tickets()[0]] == [False]
