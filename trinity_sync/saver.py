@@ -55,7 +55,7 @@ from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, compare_late_images, end_images, read_status
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.identity import register_root
+from trinity_sync.snapshot.identity import label_run, register_root
 from trinity_sync.snapshot.spool import JobSpool, check_worker, list_job_spools, make_own_folder
 from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
@@ -377,7 +377,7 @@ class Saver:
 
     def _find_save(self, job: JobSpool, request: SaveRequest, kills: int = 0) -> WaitingSave:
         """Return a save with what has begun it, as the journal of its run tells."""
-        name = job.folder, request.save.run_label
+        name = job.folder, label_run(request.save)
         journal = self._journals[name] = self._journals.get(name) or Journal.of(request)
         with suppress(OSError):  # the save tells why
             journal.read()

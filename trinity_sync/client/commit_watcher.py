@@ -31,7 +31,7 @@ from trinity_sync.errors import (
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import PendingSave, end_images
-from trinity_sync.snapshot.identity import SaveId
+from trinity_sync.snapshot.identity import SaveId, label_run
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.placement import describe_ranks
 
@@ -163,7 +163,7 @@ class CommitWatcher:
         What the other processes of the save know is read from the root: one that has not submitted
         an attempt joins them in the next.
         """
-        journal = Journal(save.root, save.run_label)
+        journal = Journal(save.root, label_run(save))
         with suppress(OSError):
             journal.read()
         while True:

@@ -39,6 +39,7 @@ from trinity_sync.fs.atomic import (
 from trinity_sync.fs.records import decode_lines
 from trinity_sync.layout import PRIVATE_FOLDER, Kind, parse_number
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.snapshot.identity import label_run
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ def append(
 
 def _append(request: SaveRequest, line: bytes) -> None:
     folder = _folder(request.root)
-    path = folder / f"{request.save.run_label}.{_own_name(getpid())}.jsonl"
+    path = folder / f"{label_run(request.save)}.{_own_name(getpid())}.jsonl"
     if not path.exists():
         folder.parent.stat()  # a root that was removed or is not mounted is not created again
         make_folder(folder)
@@ -190,7 +191,7 @@ class Journal:
     @classmethod
     def of(cls, request: SaveRequest) -> "Journal":
         """Return the journal of the run that a save belongs to."""
-        return cls(request.root, request.save.run_label)
+        return cls(request.root, label_run(request.save))
 
     def read(self) -> None:
         """Read what was added since the last call.

@@ -75,6 +75,11 @@ def is_of_other_run(one: OfRun, other: OfRun) -> bool:
     return one.run != other.run or len({one.run_key, other.run_key} - {""}) > 1
 
 
+def label_run(of: OfRun) -> str:
+    """Return the number of a run and a digest of its key, which no other start of the job has."""
+    return f"run{of.run}-{hashlib.sha256(of.run_key.encode()).hexdigest()[:8]}"
+
+
 @dataclass(frozen=True)
 class SaveId:
     """One save of a job: a step of a run, as a checkpoint or as weights for a sync."""
@@ -105,16 +110,11 @@ class SaveId:
         return step_folder(self.root, self.step)
 
     @property
-    def run_label(self) -> str:
-        """Number of the run and digest of its key, which no other start of the job has."""
-        return f"run{self.run}-{hashlib.sha256(self.run_key.encode()).hexdigest()[:8]}"
-
-    @property
     def key(self) -> str:
         """Idempotency key: an attempt has one flow run, however often it is requested."""
         roles = "" if self.kind == "checkpoint" else f"/{'+'.join(sorted(self.roles))}"
         attempt = "" if self.attempt == 1 else f"/attempt{self.attempt}"
-        return f"{self.job}/{self.run_label}/step{self.step}/{self.kind}{roles}{attempt}"
+        return f"{self.job}/{label_run(self)}/step{self.step}/{self.kind}{roles}{attempt}"
 
     def is_of_step(self, origin: "Origin") -> bool:
         """Return whether an image is of the same step of the same run of the same job."""

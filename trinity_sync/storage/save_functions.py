@@ -27,7 +27,7 @@ from trinity_sync.fs.direct_io import digest_cached_file
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, Kind, check_name, is_below
-from trinity_sync.snapshot.identity import SaveId, is_of_other_run
+from trinity_sync.snapshot.identity import SaveId, label_run
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.manifest import FileRecord
 
@@ -75,12 +75,10 @@ def write_status(spool: JobSpool, status: FunctionStatus) -> None:
 def read_statuses(spool: JobSpool, save: SaveId) -> Iterator[FunctionStatus]:
     """Yield the statuses of a save's functions; those of processes that are gone are failed.
 
-    Without a run key in ``save``, those of any run that has had the number.
-
     Raises:
         SpoolError: a file is torn.
     """
-    for path in list_paths(spool.receipts, f"{_prefix(save)}.*.rank*.json"):
+    for path in _list_files(spool, save, "*.rank*"):
         try:
             status = decode_record(FunctionStatus, path.read_bytes(), path)
             if path != _path(spool, status):
@@ -92,14 +90,13 @@ def read_statuses(spool: JobSpool, save: SaveId) -> Iterator[FunctionStatus]:
                 f"receipt {path} of step {save.step} is torn, so the result of its save function "
                 "is unknown and the step is not committed. Remove it; later saves are unaffected."
             ) from error
-        if not is_of_other_run(status, save):
-            yield status.settled
+        yield status.settled
 
 
 def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> bool:
     """Return whether a function of a save runs on this node, or has ended within some seconds."""
-    paths = list_paths(spool.receipts, f"{_prefix(save)}.*.rank*.json")
     with suppress(FileNotFoundError):  # removed meanwhile
+        paths = _list_files(spool, save, "*.rank*")
         if any(path.stat().st_mtime > time.time() - within_s for path in paths):
             return True
     return any(status.state == "started" for status in read_statuses(spool, save))
@@ -107,7 +104,7 @@ def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> 
 
 def remove_statuses(spool: JobSpool, save: SaveId) -> None:
     """Remove the statuses of a save whose commit lists them, and its request."""
-    for path in list_paths(spool.receipts, f"{_prefix(save)}.*.json"):
+    for path in _list_files(spool, save, "*"):
         path.unlink(missing_ok=True)
 
 
@@ -146,8 +143,14 @@ def _path(spool: JobSpool, status: FunctionStatus) -> Path:
     return spool.receipts / f"{_prefix(status)}.{name}.rank{status.rank}.json"
 
 
+def _list_files(spool: JobSpool, save: SaveId, what: str) -> list[Path]:
+    """Return files of a save; without its run key, those of any run that has had the number."""
+    of_run = label_run(save) if save.run_key else f"run{save.run}-*"
+    return list_paths(spool.receipts, f"{of_run}.{save.step}.{save.kind}.{what}.json")
+
+
 def _prefix(of: SaveId | FunctionStatus) -> str:
-    return f"{of.run}.{of.step}.{of.kind}"
+    return f"{label_run(of)}.{of.step}.{of.kind}"
 
 
 def await_save_functions(

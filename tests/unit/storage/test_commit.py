@@ -61,8 +61,11 @@ from trinity_sync.storage.runs import open_run, refuse_other_job, refuse_superse
 from trinity_sync.storage.save_functions import (
     FunctionStatus,
     await_save_functions,
+    has_request,
     has_running_functions,
     read_statuses,
+    remove_statuses,
+    write_request,
     write_status,
 )
 from trinity_sync.storage.steps_in_use import pin, tag
@@ -445,8 +448,16 @@ def test_a_save_function_of_a_lost_run_of_the_same_number_is_none_of_the_save(jo
         await_save_functions(job.spool, of_lost := replace(save, run_key="lost"))
     process = read_process_identity(os.getpid())
     write_status(job.spool, replace(lost, state="started", process=process))
-    running = [has_running_functions(job.spool, each, within_s=0) for each in (save, of_lost)]
-    assert running == [False, True]
+    for within_s in (0, 600):  # also what has just ended is another run's
+        saves = (save, of_lost)
+        running = [has_running_functions(job.spool, each, within_s=within_s) for each in saves]
+        assert running == [False, True]
+    write_request(job.spool, of_lost, "{}")
+    remove_statuses(job.spool, save)
+    assert [*read_statuses(job.spool, of_lost)]
+    assert has_request(job.spool, of_lost)
+    remove_statuses(job.spool, of_lost)
+    assert not [*job.spool.receipts.iterdir()]
 
 
 def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(

@@ -164,7 +164,8 @@ def test_a_function_that_runs_while_its_step_is_committed_in_parts_lists_its_own
         for name in ("adapter.bin", "manifest.json"):
             (own / name).write_bytes(b"lora")
 
-    begun = FunctionStatus("lora", 1, 1, "checkpoint", 0, read_process_identity(os.getpid()))
+    process, key = read_process_identity(os.getpid()), many.key_of(1)
+    begun = FunctionStatus("lora", 1, 1, "checkpoint", 0, process, run_key=key)
     FunctionRunner(many.root, many.spool).call(write, begun)
     (status,) = read_statuses(many.spool, many.save(1))
     commit(many.save(1), many.persist(1, "model", "optim"), [status])
