@@ -242,7 +242,7 @@ class Server:
         for request in sorted(found, key=lambda each: each.root):  # their folders' names are random
             run = self.ask(request)
             if run.state == "failed":
-                allow_eviction(spool, {"request": request.model_dump()}, run.message)
+                allow_eviction(spool, request, run.message)
             elif run.state == "crashed":
                 run.state = "pending"  # it is begun again
             elif run.state == "completed":

@@ -260,7 +260,7 @@ def test_a_save_of_functions_that_failed_is_not_asked_for_again(
 ) -> None:
     save_by_a_function_and_die(job, spool_folder)
     (request,) = find_orphaned_saves(spool_folder, grace_s=-1)
-    allow_eviction(spool_folder, request.flow_run["parameters"], "the disk is full")
+    allow_eviction(spool_folder, request, "the disk is full")
     assert find_orphaned_saves(spool_folder, grace_s=-1) == []
     commit_functions(request)  # a retry by hand still has its statuses
     require_committed(job.root, 5)
@@ -289,12 +289,11 @@ def test_the_images_of_a_cancelled_save_may_be_evicted_and_are_not_asked_for_aga
     for step in (5, 6):
         job.stage(step, {"model": {"w": torch.ones(10)}})
     (request, _) = find_orphaned_saves(job.spool.folder.parent, grace_s=-1)
-    allow_eviction(job.spool.folder.parent, request.flow_run["parameters"], "cancelled by a person")
+    allow_eviction(job.spool.folder.parent, request, "cancelled by a person")
     cancelled, other = sorted(job.spool.tickets()[0], key=lambda image: image.ticket.step)
     assert (cancelled.ticket.step, cancelled.failed, other.failed) == (5, True, False)
     assert failure_path(cancelled.slot).read_text() == "cancelled by a person"
     assert find_orphaned_steps(job) == [6]
-    allow_eviction(job.spool.folder.parent, {"another": "flow"}, "no save at all")
 
 
 @contextmanager

@@ -322,6 +322,6 @@ def test_a_run_that_a_user_has_made_of_a_save_ends_no_save(
 ) -> None:
     with failed_run(waiting, "CANCELLED", key="of a copy") as api:
         assert tell(recovery, api, waiting) is None
-    copied = {"request": waiting.model_dump(mode="json")}
-    asyncio.run(try_allow_eviction(job.spool.folder.parent, copied, None, "cancelled"))
+    for given in ({"request": waiting.model_dump(mode="json")}, {"another": "flow"}):
+        asyncio.run(try_allow_eviction(job.spool.folder.parent, given, None, "cancelled"))
     assert [image.failed for image in job.spool.tickets()[0]] == [False]

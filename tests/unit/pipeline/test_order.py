@@ -152,8 +152,7 @@ def save_as_flow(job: Job, request: SaveRequest, faults: list[Fault]) -> str:
         except Killed as error:
             return str(error)
         except Exception as error:
-            parameters = {"request": request.model_dump()}
-            allow_eviction(job.spool.folder.parent, parameters, str(error))
+            allow_eviction(job.spool.folder.parent, request, str(error))
             return str(error)
     return ""
 

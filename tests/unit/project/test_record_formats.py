@@ -4,6 +4,7 @@ A record is made as the product makes it; then its format is one less or one mor
 right again.
 """
 
+import asyncio
 import json
 import logging
 import re
@@ -30,7 +31,7 @@ from trinity_sync.cli.app import require_existing
 from trinity_sync.errors import CommitError, FormatError
 from trinity_sync.fs.records import add_digest
 from trinity_sync.layout import ITERATION_FILES, step_folder
-from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
+from trinity_sync.orchestration.recovery.flow_runs import try_allow_eviction
 from trinity_sync.orchestration.recovery.reconcile import find_busy_steps, reconcile
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.remote.download import fetch
@@ -413,5 +414,6 @@ def test_a_request_of_another_release_names_the_side_to_upgrade(job: Job, change
         FormatError, match=rf"step 5 in .*upgrade trinity-sync in the {older}'s env"
     ):
         SaveRequest.model_validate(other)
-    allow_eviction(job.spool.folder.parent, {"request": other}, "its flow run has failed")
+    ended = job.spool.folder.parent, {"request": other}, request.key, "its flow run has failed"
+    asyncio.run(try_allow_eviction(*ended))
     assert not failure_path(slot_of(job, 5)).exists()

@@ -167,16 +167,11 @@ async def try_allow_eviction(
     """Call `allow_eviction` for at most `MARK_S`; not for a user's run, which has another key."""
     if (request := read_request(parameters)) and request.key == key:
         with anyio.move_on_after(MARK_S):
-            await run_in_thread(allow_eviction, spool, parameters, reason)
+            await run_in_thread(allow_eviction, spool, request, reason)
 
 
-def allow_eviction(spool: Path, parameters: Mapping[str, Any], reason: str) -> None:
-    """End the images of a save whose flow run has failed, as `end_images`.
-
-    ``parameters`` are the flow run's.
-    """
-    if (request := read_request(parameters)) is None:
-        return
+def allow_eviction(spool: Path, request: SaveRequest, reason: str) -> None:
+    """End the images of a save whose flow run has failed, as `end_images`."""
     try:
         end_images(JobSpool(spool / request.job), request, reason)
     except (OSError, TrinitySyncError) as error:
