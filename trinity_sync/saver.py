@@ -48,8 +48,8 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import list_paths, replace_file
 from trinity_sync.fs.locks import LockFile
+from trinity_sync.pipeline.order import SaverDriver
 from trinity_sync.pipeline.pending import find_pending_saves
-from trinity_sync.pipeline.save import NodeWriting, SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.save_request import SaveRequest
@@ -197,7 +197,7 @@ class Saver:
     def __init__(
         self,
         spool: Path,
-        writing: NodeWriting,
+        stack: StackSettings,
         settings: Settings | None = None,
         name: str = "",
         api_url: str | None = None,
@@ -208,7 +208,7 @@ class Saver:
         self._name = name or name_saver(api_url)
         self._requests = FlowRunRequests(PrefectApi(settings, api_url), self._look_again)
         self._wake = wake_path(spool, self._name)
-        self._writing = writing
+        self._stack = stack
         self._lock = threading.Lock()
         self._looks: dict[Path, threading.Thread] = {}
         self._waiting: dict[Path, bool] = {}
@@ -439,7 +439,7 @@ class Saver:
     def _save(self, save: WaitingSave) -> None:
         """Save, in the place of what has begun it before."""
         request, over, kills = save.request, save.over, save.kills
-        lower_thread_priority(self._writing.nice)
+        lower_thread_priority(self._stack.worker.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
         begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
@@ -503,7 +503,7 @@ class Saver:
                 append(request, "failed", failure, over=known, patience_s=PATIENCE_S)
 
     def _make_driver(self, request: SaveRequest) -> SaverDriver:
-        return SaverDriver(request, self._writing, self._spool, self._node)
+        return SaverDriver(request, self._stack, self._spool, self._node)
 
 
 def _has_writer(pipe: int) -> bool:
@@ -532,7 +532,7 @@ def main() -> None:
             f"{sys.executable} imports. Name the folder of the trainer's in PYTHONPATH"
         )
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts one for each core otherwise
-    saver = Saver(Path(sys.argv[1]), NodeWriting.of(stack), Settings(), *sys.argv[2:])
+    saver = Saver(Path(sys.argv[1]), stack, Settings(), *sys.argv[2:])
     signal.signal(signal.SIGTERM, saver.hurry)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     saver.run()

@@ -18,12 +18,12 @@ import pytest
 from tests.support.prefect_stand_in import FlowRun, Server
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import SaverControl, SaveTrigger
-from trinity_sync.pipeline.order import PERSIST, Part
-from trinity_sync.pipeline.save import NodeWriting, SaverDriver, Share
+from trinity_sync.pipeline.order import PERSIST, Part, SaverDriver
+from trinity_sync.pipeline.save import Share
 from trinity_sync.saver import Saver, WaitingSave
 from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.storage.uncommitted import Persisted
 
@@ -112,7 +112,7 @@ class DrivenSaver(Saver):
         attempts: dict[str, Attempt],
         before_commit: Callable[[SaveRequest], None],
     ) -> None:
-        super().__init__(spool, NodeWriting(nice=0))
+        super().__init__(spool, StackSettings(worker={"nice": 0}))
         self._before_commit = before_commit
         self._attempts = attempts
         self._threads: list[tuple[threading.Thread, Attempt]] = []

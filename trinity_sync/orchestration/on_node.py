@@ -30,7 +30,7 @@ from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.orchestration.run_page import describe_commit, summarize_commit
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.order import PERSIST, Follows
-from trinity_sync.pipeline.save import NodeWriting, Share
+from trinity_sync.pipeline.save import Share
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import RemovalPlan, Rules
@@ -218,7 +218,7 @@ class Committed:
 
 def persist_share(request: SaveRequest, share: Share, shards: NodeShards) -> Persisted:
     """Persist a share on the node that holds its images, see `pipeline.save.persist_share`."""
-    return pipeline.persist_share(request, share, shards, read_writing())
+    return pipeline.persist_share(request, share, shards, read_settings()[1])
 
 
 def persist_node(
@@ -246,9 +246,7 @@ def commit_step(
     Times are in seconds since the epoch.
     """
     settings, stack = read_settings()
-    manifest = pipeline.commit_images(
-        request, persisted, shards, read_writing(), started_at, persisted_at
-    )
+    manifest = pipeline.commit_images(request, persisted, shards, stack, started_at, persisted_at)
     try:
         register_root(settings.home, request.root)
     except OSError as error:
@@ -266,7 +264,7 @@ def commit_step(
     return Committed(
         describe_commit(request, manifest, written),
         summarize_commit(request, manifest),
-        pipeline.find_follows(request, found),
+        Follows.of(request, found),
         by_saver,
         manifest.timings[0],
         manifest.alarms,
@@ -278,7 +276,7 @@ def commit_step(
 def prune_after_commit(request: SaveRequest) -> None:
     """Remove older steps after a save, see `pipeline.save.prune_after_commit`."""
     settings, stack = read_settings()
-    done = pipeline.prune_after_commit(request, read_writing(), settings.spool)
+    done = pipeline.prune_after_commit(request, stack, settings.spool)
     try_mirror(settings, request.root, done.changed, stack)
 
 
@@ -288,11 +286,6 @@ def read_settings() -> tuple[Settings, StackSettings]:
     Reading them takes 5 ms, more than the other work of a small file.
     """
     return _read(frozenset(os.environ.items()))
-
-
-def read_writing() -> NodeWriting:
-    """Return how this node writes."""
-    return NodeWriting.of(read_settings()[1])
 
 
 @lru_cache(maxsize=2)

@@ -1,33 +1,20 @@
-"""The parts of a save on one node, and the driver of the saver; `order` has their order."""
+"""The parts of a save on one node; `order` has their order, and the driver of the saver."""
 
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING
 
 from trinity_sync.errors import HiddenSpoolError, SaveError, TrinitySyncError
 from trinity_sync.fs.atomic import NO_ROOM
 from trinity_sync.fs.direct_io import RateLimit
 from trinity_sync.layout import FOLDERS, Component
-from trinity_sync.pipeline.order import COMMIT, NODES, PERSIST, UPLOAD, Driver, Follows, Part, drive
-from trinity_sync.pipeline.several_nodes import (
-    NodeRecord,
-    await_commit,
-    await_node_records,
-    find_node,
-    remove_node_records,
-    write_node_record,
-)
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.saves.save_status import compare_late_images, end_images
+from trinity_sync.saves.save_status import end_images
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.identity import SaveId
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
@@ -46,24 +33,6 @@ if TYPE_CHECKING:
     from trinity_sync.remote.upload import Replicated
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class NodeWriting:
-    """How a node writes."""
-
-    max_mb_per_s: float = 0.0
-    """Speed limit of all writers of the node together; 0 for none."""
-    nice: int = 19
-    reuse_files: bool | Literal["always"] = True
-    """Whether files of removed steps are written over."""
-
-    @classmethod
-    def of(cls, stack: StackSettings) -> "NodeWriting":
-        """Return how the settings of a node have it write."""
-        return cls(stack.io.max_mb_per_s, stack.worker.nice, stack.io.reuse_files)
 
 
 @dataclass(frozen=True)
@@ -95,7 +64,7 @@ def list_shares(request: SaveRequest, shards: NodeShards, *, commits: bool) -> l
 
 
 def persist_share(
-    request: SaveRequest, share: Share, shards: NodeShards, writing: NodeWriting
+    request: SaveRequest, share: Share, shards: NodeShards, stack: StackSettings
 ) -> Persisted:
     """Persist a share durably and under temporary names.
 
@@ -105,12 +74,12 @@ def persist_share(
     spool = get_job_spool(shards.spool, save)  # refuses another job's, before anything is read
     refuse_other_job(save, spool)
     _require_visible(save, shards, spool)
-    rate = writing.max_mb_per_s * 1e6
+    rate = stack.io.max_mb_per_s * 1e6
     job = read_job_settings(save.root)
     options = WriteOptions(
         limit=RateLimit(spool.folder.parent / ".write_rate", rate) if rate else None,
         rank_timeout_s=job.rank_timeout_s,
-        nice=writing.nice,
+        nice=stack.worker.nice,
         refuse_nonfinite=job.on_nonfinite == "refuse",
     )
     written = persist(shards, save, share.component, options) if share.component else []
@@ -141,7 +110,7 @@ def commit_images(
     request: SaveRequest,
     persisted: Sequence[Persisted],
     shards: NodeShards,
-    writing: NodeWriting,
+    stack: StackSettings,
     started_at: float,
     persisted_at: float,
     *,
@@ -176,7 +145,7 @@ def commit_images(
             save,
             written,
             statuses,
-            recycle=can_reuse_blocks(save.root, writing.reuse_files),
+            recycle=can_reuse_blocks(save.root, stack.io.reuse_files),
             started_at=started_at,
             persisted_at=persisted_at,
             by_saver=by_saver,
@@ -260,146 +229,19 @@ def copy_missing_steps(root: str, step: int, url: str) -> RemovalPlan:
     return RemovalPlan((), (), {})
 
 
-def find_follows(request: SaveRequest, manifest: Manifest | None) -> Follows:
-    """Return what follows the commit of a save, whose manifest `read_run_head` has read."""
-    job = read_job_settings(request.root)
-    is_checkpoint = request.kind == "checkpoint"
-    return Follows(
-        exports=bool(manifest and manifest.exports),
-        required_remote=job.required_remote if is_checkpoint else "",
-        remote=job.remote if is_checkpoint and not job.required_remote else "",
-        prunes=not is_checkpoint or _find_policy(request, manifest) not in ("", "all"),
-    )
-
-
-def _find_policy(request: SaveRequest, manifest: Manifest | None) -> str:
+def find_policy(request: SaveRequest, manifest: Manifest | None) -> str:
     """Return which steps a save, and the job if that was set, keep; empty for all checkpoints."""
     keep = manifest.keep if manifest and request.kind == "checkpoint" else 0
     policy = read_set_job_settings(request.root).get("keep")  # the default keeps all
     return ",".join(filter(None, (f"last={keep}" if keep else "", policy)))
 
 
-def prune_after_commit(request: SaveRequest, writing: NodeWriting, spool: Path) -> RemovalPlan:
+def prune_after_commit(request: SaveRequest, stack: StackSettings, spool: Path) -> RemovalPlan:
     """Remove all steps but those that the save of a step or a policy of the job keeps.
 
     The step of the request stays, also if newer steps were committed before it.
     """
-    keep = _find_policy(request, read_run_head(request.root, request.run, request.step))
+    keep = find_policy(request, read_run_head(request.root, request.run, request.step))
     rules = Rules.of_job(read_job_settings(request.root), keep=keep)
     plan = plan_prune(request.root, rules, just_committed=request.step)
-    return prune(request.root, plan, spool=spool, recycle=writing.reuse_files)
-
-
-class SaverDriver(Driver):
-    """Saves what this node holds of a step, in this process and its threads.
-
-    The node of rank 0 commits what all nodes have persisted; the others wait for its commit.
-    ``spool`` and ``node`` are the node's.
-    """
-
-    def __init__(
-        self, request: SaveRequest, writing: NodeWriting, spool: Path, node: str = ""
-    ) -> None:
-        super().__init__(request)
-        self.commits = False
-        """Whether this node commits the save."""
-        self.refusal = ""
-        """Why it fails, on all nodes, instead of being done."""
-        self._writing, self._spool, self._node = writing, spool, node
-        self._started_at = time.time()
-        self._nodes: Sequence[NodeShards] = ()
-        self._here = 0
-        self._persisted: list[Persisted] = []
-        self._has_persisted = False
-
-    def save(self) -> None:
-        """Do all parts.
-
-        Raises:
-            Exception: As `drive`.
-        """
-        with suppress(StopIteration):
-            drive(self).send(None)  # no part waits for an event loop
-
-    async def _find_nodes(self) -> None:
-        request, nodes = self.request, self._repeat(NODES, self._await_nodes)
-        self._here = find_node(request, nodes, self._spool / request.job, self._node)
-        self._nodes, self._shards, self.commits = nodes, nodes[self._here], self._here == 0
-        if len(nodes) > 1 and not request.components:
-            raise SaveError(
-                f"{request.run_name} of {request.root} is not committed: save functions alone, of "
-                f"ranks on {len(nodes)} nodes, need the stack. See: trinity-sync up"
-            )
-        self._together = len(nodes) > 1 and not request.is_committed
-        if self.refusal:
-            raise SaveError(self.refusal)
-        if self._together:
-            write_node_record(request, self._here, NodeRecord())
-
-    async def _persist(self) -> None:
-        shares = list_shares(self.request, self._shards, commits=self.commits)
-        with ThreadPoolExecutor(len(shares) or 1, "persist") as threads:  # 0 of functions alone
-            persisting = [threads.submit(self._persist_share, share) for share in shares]
-        self._persisted += [each.result() for each in persisting if not each.exception()]
-        for each in persisting:
-            each.result()
-        self._has_persisted = True
-        if self._here and self._together:
-            written = tuple(file for each in self._persisted for file in each.written)
-            statuses = tuple(each for one in self._persisted for each in one.statuses)
-            write_node_record(self.request, self._here, NodeRecord(True, written, statuses))
-
-    def _persist_share(self, share: Share) -> Persisted:
-        call = partial(persist_share, self.request, share, self._shards, self._writing)
-        return self._repeat(PERSIST, call, share.what)
-
-    async def _commit(self) -> None:
-        self._repeat(COMMIT, self._commit_all if self.commits else self._await_commit)
-
-    def _commit_all(self) -> None:
-        request, persisted = self.request, self._persisted
-        if self._together:
-            theirs = await_node_records(request, self._nodes, rank_timeout_s=self._limit_s)
-            persisted = [*persisted, *theirs]
-        arguments = request, persisted, self._shards, self._writing, self._started_at, time.time()
-        commit_images(*arguments, by_saver=True)
-        head = read_run_head(request.root, request.run, request.step)
-        self.follows = find_follows(request, head)
-
-    def _await_commit(self) -> None:
-        if self._together:
-            await_commit(self.request, self._nodes, rank_timeout_s=self._limit_s)
-            free_slots(self.request, self._persisted, self._shards.spool)
-
-    async def _release_nodes(self) -> None:
-        """Remove the records of all nodes, whose savers free their slots."""
-        if self.commits and len(self._nodes) > 1:
-            remove_node_records(self.request)
-
-    async def _upload(self) -> None:
-        where = self.request.root, self.request.step, self.follows.required_remote
-        self._repeat(UPLOAD, partial(replicate_step, *where))
-
-    async def _mark_failed(self) -> None:
-        request, reason = self.request, str(self.failure) or repr(self.failure)
-        with suppress(OSError):
-            if self._here and not self._has_persisted:
-                write_node_record(request, self._here, NodeRecord(error=reason))
-            elif len(self._nodes) > 1:  # before the files that it names
-                remove_node_records(request, self._here or None)
-        mark_images_failed(request, self._persisted, self._spool / request.job, reason)
-
-    async def _export(self) -> None:
-        export_requested_models(self.request)
-
-    async def _copy(self) -> None:
-        copy_missing_steps(self.request.root, self.request.step, self.follows.remote)
-
-    async def _prune(self) -> None:
-        prune_after_commit(self.request, self._writing, self._spool)
-
-    async def _compare_late_images(self) -> None:
-        compare_late_images(JobSpool(self._spool / self.request.job), self.request)
-
-    def _repeat(self, part: Part, call: Callable[[], T], what: str = "") -> T:
-        return part.repeat(call, f"{self.request.run_name}, {what or part.name}")
+    return prune(request.root, plan, spool=spool, recycle=stack.io.reuse_files)

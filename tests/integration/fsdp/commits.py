@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.saver_control import SaveTrigger
-from trinity_sync.pipeline.order import Part
-from trinity_sync.pipeline.save import NodeWriting, SaverDriver
+from trinity_sync.pipeline.order import Part, SaverDriver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
@@ -118,4 +117,4 @@ class _Once(SaverDriver):
 
 def _save_step(request: SaveRequest) -> None:
     (first, *_) = await_node_shards(request.save, rank_timeout_s=60)
-    _Once(request, NodeWriting.of(StackSettings()), Path(first.spool).parent).save()
+    _Once(request, StackSettings(), Path(first.spool).parent).save()

@@ -26,8 +26,7 @@ from trinity_sync.errors import (
     SupersededError,
 )
 from trinity_sync.pipeline import order
-from trinity_sync.pipeline.order import COMMIT, PERSIST, Part
-from trinity_sync.pipeline.save import find_follows
+from trinity_sync.pipeline.order import COMMIT, PERSIST, Follows, Part
 from trinity_sync.saves.journal import Entry, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings, write_job_settings
@@ -80,7 +79,7 @@ def test_older_steps_are_removed_after_a_commit_of_weights_or_by_its_keep_or_a_p
     write_job_settings(job.root, {"keep": policy} if policy else {})
     job.stage(1, {"model": {"w": torch.ones(9)}}, kind=kind, keep=keep)
     job.commit(1, kind=kind)
-    found = find_follows(job.request(1, kind=kind), read_run_head(job.root, 1, 1))
+    found = Follows.of(job.request(1, kind=kind), read_run_head(job.root, 1, 1))
     assert found.prunes == prunes
 
 
@@ -90,9 +89,9 @@ def test_a_checkpoint_is_copied_and_by_the_save_itself_if_that_is_required(
 ) -> None:
     url = "file:///nowhere"
     write_job_settings(job.root, {"remote": url, "remote_required": required})
-    found = find_follows(job.request(1), None)
+    found = Follows.of(job.request(1), None)
     assert (found.required_remote, found.remote) == ((url, "") if required else ("", url))
-    found = find_follows(job.request(1, kind="state_dict"), None)
+    found = Follows.of(job.request(1, kind="state_dict"), None)
     assert (found.required_remote, found.remote) == ("", "")
 
 

@@ -34,10 +34,11 @@ from trinity_sync.fs.atomic import walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
 from trinity_sync.pipeline.order import is_io_error
 from trinity_sync.pipeline.pending import find_pending_saves
-from trinity_sync.pipeline.save import NodeWriting, commit_images, mark_images_failed
+from trinity_sync.pipeline.save import commit_images, mark_images_failed
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest, require_committed
@@ -218,7 +219,9 @@ def test_a_commit_has_the_room_of_spare_files_on_a_full_disk(job_on_disk: Job) -
     persisted = [Persisted(job.persist(1))]
     (spare := job.root / PRIVATE_FOLDER / "spare" / "1").parent.mkdir()
     spare.write_bytes(bytes(WORTHWHILE))
-    attempt = partial(commit_images, job.request(1), persisted, job.share, NodeWriting(), 0.0, 0.0)
+    attempt = partial(
+        commit_images, job.request(1), persisted, job.share, StackSettings(), 0.0, 0.0
+    )
     with is_full(job.root.parent):
         with pytest.raises(SaveError, match=r"No space left on device: .*retry") as full:
             attempt()
@@ -239,7 +242,7 @@ def test_a_save_that_a_full_disk_has_no_commit_for_leaves_no_files_there(
     request, persisted = job.request(1), [Persisted(job.persist(1, *states))]
     with is_full(job.root.parent):
         with pytest.raises(SaveError, match="No space left on device"):
-            commit_images(request, persisted, job.share, NodeWriting(), 0.0, 0.0)
+            commit_images(request, persisted, job.share, StackSettings(), 0.0, 0.0)
         assert mark_images_failed(request, persisted, job.spool.folder, "full") == 2
     left = {path.name.split("_")[0] for path in walk_files(step_folder(job.root, 1), "*.pt*")}
     assert left == {*earlier}
@@ -395,7 +398,7 @@ def test_a_saver_that_can_start_no_thread_commits_once_it_can(
             looks.append(0)
             return super()._look()
 
-    saver = Counting(settings.spool, NodeWriting())
+    saver = Counting(settings.spool, StackSettings())
     job.stage(1, MODEL)
     (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
     serving = threading.Thread(target=saver.run)

@@ -13,10 +13,11 @@ from tests.support.job import Job
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.pipeline.save import NodeWriting, SaverDriver
+from trinity_sync.pipeline.order import SaverDriver
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import Journal, read_entry
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.settings import StackSettings
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.restore import load_states
@@ -26,7 +27,7 @@ KEEP = 2
 
 def live(spool: Path) -> None:
     """Commit what waits, and end."""
-    saver = Saver(spool, NodeWriting())
+    saver = Saver(spool, StackSettings())
     saver._look()
     for look in saver._looks.values():
         look.join()
@@ -121,7 +122,7 @@ class KilledSaver(Saver):
 
 def live_long(spool: Path) -> None:
     """Commit what waits, as long as anything does, and end."""
-    saver = KilledSaver(spool, NodeWriting())
+    saver = KilledSaver(spool, StackSettings())
     while saver._look():
         for save in list(saver._saves.values()):
             save.join()

@@ -56,10 +56,10 @@ from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import Kind
 from trinity_sync.pipeline import order
-from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import Saver, WaitingSave
 from trinity_sync.saves import save_status
 from trinity_sync.saves.journal import read_entry
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.job_settings import write_job_settings
@@ -495,7 +495,7 @@ def test_a_save_by_functions_is_begun_at_the_first_look(job: Job, settings: Sett
         saves.save_sync(lambda: None, 3)  # it has ended by then
         asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
         (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
-        assert Saver(settings.spool, NodeWriting())._look()
+        assert Saver(settings.spool, StackSettings())._look()
         saves.wait_all(60)
     assert read_latest_pointer(job.root, "checkpoint") == 3
     assert len(require_committed(job.root, 3).callables) == 1
@@ -549,7 +549,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
     monkeypatch.setattr(order, "await_node_shards", fail)
     monkeypatch.setattr(save_status, "remove_request", is_full)
     request = job.request(1)
-    saver = Saver(settings.spool, NodeWriting(nice=0))
+    saver = Saver(settings.spool, StackSettings(worker={"nice": 0}))
     saver._saves[request.key] = threading.current_thread()
     saver._save(WaitingSave(request))
     ended = read_entry(request)
@@ -565,7 +565,7 @@ def test_a_saver_does_not_wait_for_what_has_vanished(job: Job, settings: Setting
     job.stage(3, {"model": {"w": torch.ones(3)}})
     # a stack may begin it until then
     (job.spool.folder / SERVED).write_text(f"1000 {name_saver()}")
-    saver = Saver(settings.spool, NodeWriting())
+    saver = Saver(settings.spool, StackSettings())
     assert saver._look()
     shutil.rmtree(job.spool.folder)
     assert not saver._look()
@@ -621,7 +621,7 @@ def test_a_trainer_that_comes_as_the_saver_ends_keeps_it(
                 control.close()
             return left[-1]
 
-    Late(settings.spool, NodeWriting()).run()
+    Late(settings.spool, StackSettings()).run()
     assert left[:2] == [False, True]
     assert savers_of(settings.spool) == []
     control.wake()
@@ -645,7 +645,7 @@ def test_a_saver_whose_root_does_not_answer_stays(
             looked.set()
             return super()._pause(pipe)
 
-    thread = threading.Thread(target=Observed(settings.spool, NodeWriting()).run, daemon=True)
+    thread = threading.Thread(target=Observed(settings.spool, StackSettings()).run, daemon=True)
     with hanging_when_opened(job.root / IDENTITY_FILE):
         thread.start()
         assert looked.wait(60)

@@ -37,10 +37,10 @@ from trinity_sync.client.saver_control import (
     wake_path,
 )
 from trinity_sync.pipeline.pending import find_pending_saves
-from trinity_sync.pipeline.save import NodeWriting
 from trinity_sync.saver import FlowRunRequests, Saver, is_left_to_stack
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot import slot_pool
 from trinity_sync.snapshot.spool import WORKER, check_worker, try_run_lock
 from trinity_sync.storage.commit import acquire_commit_lock
@@ -56,16 +56,17 @@ PYTHON = sys.executable
 FLOW_RUN = """
 import sys, time
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.pipeline.save import NodeWriting, commit_images, list_shares, persist_share
+from trinity_sync.pipeline.save import commit_images, list_shares, persist_share
+from trinity_sync.settings import StackSettings
 from trinity_sync.storage.placement import await_node_shards
 
 request = SaveRequest.model_validate_json(sys.argv[1])
 (shards,) = await_node_shards(request.save, rank_timeout_s=60)
 shares = list_shares(request, shards, commits=False)
-persisted = [persist_share(request, share, shards, NodeWriting()) for share in shares]
+persisted = [persist_share(request, share, shards, StackSettings()) for share in shares]
 print("persisted", flush=True)
 sys.stdin.readline()
-commit_images(request, persisted, shards, NodeWriting(), time.time(), time.time())
+commit_images(request, persisted, shards, StackSettings(), time.time(), time.time())
 """
 """What the tasks of a flow run do, which commits once it reads a line."""
 
@@ -222,7 +223,7 @@ def test_a_save_of_the_last_trainer_is_left_to_a_worker_that_lives(
 ) -> None:
     job.stage(1, {"model": {"w": torch.ones(9)}})
     (job.spool.folder / SERVED).write_text(f"600 {name_saver()}")
-    saver, wake = Saver(known.spool, NodeWriting()), wake_path(known.spool, name_saver())
+    saver, wake = Saver(known.spool, StackSettings()), wake_path(known.spool, name_saver())
     os.mkfifo(wake)
     with ExitStack() as ending:
         pipe = os.open(wake, os.O_RDONLY | os.O_NONBLOCK)
