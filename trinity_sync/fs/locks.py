@@ -278,6 +278,14 @@ def acquire_file_lock(
 
 
 @contextmanager
+def lock_file(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFile]:
+    """Do as `acquire_file_lock` with a file that has to exist, and is not written."""
+    with closing(LockFile(path, os.O_RDWR)) as lock:
+        lock.acquire(shared=shared, limit_s=limit_s)
+        yield lock
+
+
+@contextmanager
 def try_acquire_file_lock(path: Path) -> Iterator[bool]:
     """Acquire the lock of a file without waiting; yield whether it is held within the block."""
     with open_lock_file(path) as lock:

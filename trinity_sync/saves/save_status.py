@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from trinity_sync.errors import LockTimeoutError, ManifestError, TrinitySyncError, warn_once
+from trinity_sync.errors import LockTimeoutError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import ReadOnChange
 from trinity_sync.layout import MANIFEST, SERVES_AS
 from trinity_sync.saves.journal import Entry
@@ -24,7 +24,7 @@ from trinity_sync.snapshot.ticket import failure_path
 from trinity_sync.storage.commit import resolve_late_image
 from trinity_sync.storage.discovery import find_newest, latest_pointer_covers, read_latest_pointer
 from trinity_sync.storage.job_settings import is_replicated, read_job_settings
-from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_number
+from trinity_sync.storage.manifest import Manifest, read_run_manifest, read_run_number
 from trinity_sync.storage.runs import is_superseded
 from trinity_sync.storage.save_functions import read_statuses, remove_request
 
@@ -108,7 +108,13 @@ class PendingSave:
 
     @cached_property
     def _manifest_file(self) -> ReadOnChange[Manifest | None]:
-        return ReadOnChange(self.request.save.folder / MANIFEST, self._read_manifest)
+        save = self.request.save
+
+        def read() -> Manifest | None:  # with this rank's files; those of exports are rank 0's
+            ranks = {self.rank, 0} if self.exports else {self.rank}
+            return read_run_manifest(save.root, save.run, save.step, ranks=ranks)
+
+        return ReadOnChange(save.folder / MANIFEST, read)
 
     def find_result(self, entry: Entry | None, spool: JobSpool) -> str | None:
         """Return why the save failed, empty for one that succeeded; None if it has not ended.
@@ -178,20 +184,6 @@ class PendingSave:
         missing = self.images - (self.manifest.images if self.manifest else frozenset())
         sealed = spool.read_step(self.request.save) if missing else []
         return [each for each in sealed if each.ticket.image in missing]
-
-    def _read_manifest(self) -> Manifest | None:
-        """Return what this run has committed of the step, with this rank's files at least.
-
-        Raises:
-            OSError: the root cannot be read.
-        """
-        save = self.request.save
-        # the files of exports are rank 0's
-        ranks = {self.rank, 0} if self.exports else {self.rank}
-        with suppress(ManifestError):
-            manifest = read_manifest(save.root, save.step, ranks=ranks)
-            return manifest if manifest and manifest.run == save.run else None
-        return None
 
     def _counts(self, manifest: Manifest) -> bool:
         """Return whether latest pointers cover it, and the required remote, if any, has it."""

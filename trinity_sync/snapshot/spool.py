@@ -44,15 +44,13 @@ from trinity_sync.layout import SPOOL_FORMAT, check_name, job_id_of, parse_numbe
 from trinity_sync.snapshot.identity import SaveId, explain_away, job_id, read_identity
 from trinity_sync.snapshot.ticket import (
     CLOSED_SUFFIX,
-    FILL_S,
     KEPT_SUFFIX,
     PUBLISHED_SUFFIX,
     TICKET_SUFFIX,
     Ticket,
     VersionTag,
     failure_path,
-    hold_slot,
-    lock_image,
+    hold_image,
     read_cached_file,
     read_ticket,
     read_version_tag,
@@ -495,11 +493,9 @@ def mark_image_failed(sealed: SealedImage, reason: str, *, limit_s: float = math
     Raises:
         LockTimeoutError: the trainer that fills the slot hangs, or what persists it does.
     """
-    held = lock_image(sealed.slot, limit_s=limit_s)
-    with suppress(FileNotFoundError), held, hold_slot(sealed.slot, limit_s=min(limit_s, FILL_S)):
-        now = read_ticket(sealed.slot)
-        if now and now.image == sealed.ticket.image:
-            try:
-                replace_file(failure_path(sealed.slot), reason, sync=False, own_name=False)
-            except OSError:  # shared memory is full: an empty file takes none
-                failure_path(sealed.slot).touch()
+    held = hold_image(sealed.slot, sealed.ticket.image, limit_s=limit_s)
+    with suppress(FileNotFoundError), held:
+        try:
+            replace_file(failure_path(sealed.slot), reason, sync=False, own_name=False)
+        except OSError:  # shared memory is full: an empty file takes none
+            failure_path(sealed.slot).touch()

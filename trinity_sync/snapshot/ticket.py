@@ -27,14 +27,14 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import TicketError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.locks import LockFile, lock_file
 from trinity_sync.fs.records import (
     Count,
     Record,
@@ -229,7 +229,7 @@ def hold_slot(path: Path, *, limit_s: float = FILL_S) -> Iterator[int]:
         FileNotFoundError: there is no such slot.
         LockTimeoutError: the trainer that fills it hangs.
     """
-    with _under_lock(path, shared=True, limit_s=limit_s) as lock:
+    with lock_file(path, shared=True, limit_s=limit_s) as lock:
         yield lock.fd
 
 
@@ -266,30 +266,29 @@ def is_named(file: LockFile, path: Path) -> bool:
 @contextmanager
 def lock_slot(path: Path) -> Iterator[memoryview]:
     """Yield the bytes of a slot, read-only; waits and raises as `hold_slot`."""
-    with _under_lock(path, shared=True, limit_s=FILL_S) as lock:
+    with lock_file(path, shared=True, limit_s=FILL_S) as lock:
         size = os.fstat(lock.fd).st_size
         # unmapped with the last view of it: a slice may outlive the block, the lock does not
         yield memoryview(lock.map(size) if size else b"")
 
 
-def lock_image(path: Path, *, limit_s: float = math.inf) -> AbstractContextManager[object]:
-    """Hold the ticket's lock of the sealed image in the slot at ``path``, to persist or to free it.
+@contextmanager
+def hold_image(slot: Path, image: str, *, limit_s: float = math.inf) -> Iterator[Ticket]:
+    """Hold a sealed image within the block, to persist or to free it; yield its ticket.
 
-    By default it waits for another holder without a limit. The image may have been evicted
-    meanwhile: read its ticket again, under the slot's lock as well, which is acquired after this.
+    By default it waits for another holder without a limit.
 
     Raises:
-        FileNotFoundError: no image is sealed there.
-        LockTimeoutError: another process holds it for ``limit_s``.
+        FileNotFoundError: it was evicted or freed meanwhile.
+        LockTimeoutError: another process holds it for ``limit_s``, or its trainer hangs.
+        TicketError: as `read_ticket`.
     """
-    return _under_lock(ticket_path(path), shared=False, limit_s=limit_s)
-
-
-@contextmanager
-def _under_lock(path: Path, *, shared: bool, limit_s: float) -> Iterator[LockFile]:
-    with closing(LockFile(path, os.O_RDWR)) as lock:
-        lock.acquire(shared=shared, limit_s=limit_s)
-        yield lock
+    of_ticket = lock_file(ticket_path(slot), shared=False, limit_s=limit_s)
+    with of_ticket, hold_slot(slot, limit_s=min(limit_s, FILL_S)):
+        ticket = read_ticket(slot)
+        if ticket is None or ticket.image != image:
+            raise FileNotFoundError  # of this image, as without a ticket
+        yield ticket
 
 
 def free_slot(path: Path, image: str, digest: str = "") -> None:
@@ -299,13 +298,11 @@ def free_slot(path: Path, image: str, digest: str = "") -> None:
     from the slot until another image fills it.
     """
     # a file that is missing was freed before, or removed with the trainer
-    with suppress(FileNotFoundError), lock_image(path), hold_slot(path):
-        ticket = read_ticket(path)
-        if ticket and ticket.image == image:
-            if digest and ticket.form == "file":
-                kept = encode_record(CachedFile(ticket.step, ticket.path, digest))
-                with suppress(OSError):  # without the record, the file is read from disk
-                    beside = path.with_name(path.name + KEPT_SUFFIX)
-                    replace_file(beside, kept, sync=False, own_name=False)
-            ticket_path(path).unlink(missing_ok=True)
-            failure_path(path).unlink(missing_ok=True)
+    with suppress(FileNotFoundError), hold_image(path, image) as ticket:
+        if digest and ticket.form == "file":
+            kept = encode_record(CachedFile(ticket.step, ticket.path, digest))
+            with suppress(OSError):  # without the record, the file is read from disk
+                beside = path.with_name(path.name + KEPT_SUFFIX)
+                replace_file(beside, kept, sync=False, own_name=False)
+        ticket_path(path).unlink(missing_ok=True)
+        failure_path(path).unlink(missing_ok=True)

@@ -53,7 +53,6 @@ from trinity_sync.storage.manifest import (
     finish_manifest,
     read_manifest,
     read_run_manifest,
-    sum_up_health,
     write_manifest,
     write_manifest_into,
 )
@@ -158,7 +157,9 @@ def commit(
             for kind in replaced.list_lost(manifest.kinds):  # a sync in a checkpoint's place
                 repair_latest_pointer(save.root, kind)
         _remove_other_attempts(save, written)
-    _log_alarms(save, [record for record in manifest.files if record.path not in committed])
+    fresh = tuple(record for record in manifest.files if record.path not in committed)
+    for problem in replace(manifest, files=fresh).alarms:
+        logger.warning("%s is committed, but %s", save, problem)
     return manifest
 
 
@@ -512,13 +513,6 @@ def _is_unchanged(before: FileRecord, now: FileRecord) -> bool:
         return True
     values = now.health
     return now.component == "optim" and bool(values and values.norm) and before.health == values
-
-
-def _log_alarms(save: SaveId, files: Sequence[FileRecord]) -> None:
-    """Log what is wrong with the values of files that a save has just committed."""
-    for each in sum_up_health(files):
-        for problem in each.problems:
-            logger.warning("%s is committed, but %s", save, problem)
 
 
 def _measure_save(

@@ -61,7 +61,7 @@ from trinity_sync.layout import PRIVATE_FOLDER, is_below, shard_file, step_folde
 from trinity_sync.snapshot.identity import SaveId, require_root
 from trinity_sync.snapshot.packed import unpack
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
-from trinity_sync.snapshot.ticket import Ticket, failure_path, lock_image, lock_slot, read_ticket
+from trinity_sync.snapshot.ticket import Ticket, failure_path, hold_image, lock_slot
 from trinity_sync.storage.block_reuse import WORTHWHILE, acquire_spare, remove_spares
 from trinity_sync.storage.discovery import list_commits_before
 from trinity_sync.storage.manifest import (
@@ -157,10 +157,7 @@ def _lock_content(save: SaveId, sealed: SealedImage) -> Iterator[memoryview]:
     """Yield the bytes of an image under its locks, after a check that they are all there still."""
     ticket = sealed.ticket
     try:
-        with lock_image(sealed.slot), lock_slot(sealed.slot) as content:
-            now = read_ticket(sealed.slot)
-            if now is None or now.image != ticket.image:
-                raise FileNotFoundError  # of this image, as without a ticket
+        with hold_image(sealed.slot, ticket.image), lock_slot(sealed.slot) as content:
             if len(content) < ticket.nbytes:
                 raise ImageError(
                     f"{save}: the image of {ticket.what} in {sealed.slot} is truncated: "

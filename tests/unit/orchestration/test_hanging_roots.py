@@ -38,7 +38,7 @@ from trinity_sync.pipeline.order import ORDER
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root
-from trinity_sync.snapshot.ticket import lock_image
+from trinity_sync.snapshot.ticket import hold_image
 from trinity_sync.storage.discovery import read_latest_pointer
 
 MODEL = {"model": {"w": torch.zeros(3)}}
@@ -234,7 +234,7 @@ def test_a_cancelled_run_whose_task_hangs_with_its_image_holds_up_no_event_loop(
     monkeypatch.setattr(flow_runs, "MARK_S", 0.2)
     staged = job.stage(2, MODEL)
     request = job.request(2, components=("model",))
-    slot = job.spool.read_step(job.save(2))[0].slot
+    (sealed,) = job.spool.read_step(job.save(2))
 
     async def cancel() -> None:
         given = request.flow_run["parameters"], request.key
@@ -242,7 +242,7 @@ def test_a_cancelled_run_whose_task_hangs_with_its_image_holds_up_no_event_loop(
         await asyncio.wait_for(cancelled, 10)
 
     assert staged
-    with lock_image(slot):  # as the task that writes it
+    with hold_image(sealed.slot, sealed.ticket.image):  # as the task that writes it
         asyncio.run(cancel())
 
 

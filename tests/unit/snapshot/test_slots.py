@@ -21,7 +21,7 @@ from tests.unit.conftest import Open
 from trinity_sync.errors import SpoolError
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool, get_job_spool
-from trinity_sync.snapshot.ticket import lock_image, lock_slot, read_version_tag
+from trinity_sync.snapshot.ticket import hold_image, lock_slot, read_version_tag
 from trinity_sync.weights.version_view import SlotReader
 from trinity_sync.weights.versions import Version
 
@@ -180,7 +180,7 @@ def test_an_image_is_read_while_it_is_written_out(job: Job) -> None:
     job.stage(1, state(1))
     version = upload(job, 1, None)
     slot = Path(version.images[0].slot)
-    with lock_image(slot), lock_slot(slot):
+    with hold_image(slot, version.images[0].image), lock_slot(slot):
         mapped(version).unlock()
     reader = mapped(version)
     job.commit(1)  # and freed while it is read
