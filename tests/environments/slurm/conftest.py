@@ -77,9 +77,8 @@ class Slurm:
         path = self.folder / f"{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def await_output(self, job: str, text: str, seconds: float = 60) -> None:
-        what = f"{text!r} in the output of job {job}"
-        await_that(lambda: text in self.output(job), what, seconds)
+    def await_output(self, job: str, text: str) -> None:
+        await_that(lambda: text in self.output(job), f"{text!r} in the output of job {job}")
 
     def requeue(self, job: str) -> None:
         """Kill a job that runs, and start it again, after seconds instead of two minutes.

@@ -106,7 +106,7 @@ def test_the_step_at_which_the_signal_before_the_time_limit_comes_is_resumed(
     slurm: Slurm, training: dict[str, str], root: Path, script: str, signal: str
 ) -> None:
     job = slurm.submit(f"{script} {root} 0", "--requeue", "--time=2", signal)
-    slurm.await_output(job, "ended ", seconds=120)
+    slurm.await_output(job, "ended ")
     assert slurm.await_end(job) == "COMPLETED"
     ((step, digest, *kinds),) = lines(slurm.output(job), "ended")
     assert kinds == ["checkpoint", "state_dict"]
