@@ -486,6 +486,7 @@ class Remote:
         except TrinitySyncError:
             raise
         except Exception as error:
+            self._fs.clear_instance_cache()  # the next one reads renewed credentials
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise RemoteError(
                 f"cannot {what} {self.url}: {reason}. Check the URL, and the address and "

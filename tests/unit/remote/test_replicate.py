@@ -15,6 +15,7 @@ import boto3
 import pytest
 import torch
 from fsspec.core import url_to_fs
+from s3fs import S3FileSystem
 
 from tests.support.disk import flip_a_byte, noted_syncs
 from tests.support.forked import Program
@@ -545,6 +546,23 @@ def other(job: Job, tmp_path: Path, spool_folder: Path) -> Iterator[Job]:
     job.root = job.root.rename(tmp_path / "moved")
     with closing(Job.open(tmp_path / "ckpts", spool_folder)) as other:
         yield other
+
+
+def test_credentials_that_are_renewed_in_their_file_count_for_the_next_attempt(
+    commit: Callable[..., Job],
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    job, file = commit(4), tmp_path / "credentials"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(RemoteError, match="credentials"):
+        replicate(job.root, f"s3://{bucket}/job", 4)
+    file.write_text("[default]\naws_access_key_id = key\naws_secret_access_key = secret\n")
+    assert replicate(job.root, f"s3://{bucket}/job", 4).uploaded == 2
 
 
 @pytest.mark.parametrize("where", ["ckpts", "link", "ckpts/copies/job"])
