@@ -98,7 +98,7 @@ def replicate(
             held.enter_context(acquire_file_lock(sending_lock(root, remote.url), limit_s=math.inf))
         manifest = held.enter_context(lease_to_read(root, step, f"replicate to {remote.url}"))
         _claim_run(Path(root), remote, manifest)
-        before, missing = _list_missing(remote, manifest)
+        before, missing = _list_missing(root, remote, manifest)
         earlier = _find_unchanged(root, remote, step, missing)
         total = sum(record.nbytes for record in missing)
 
@@ -189,7 +189,9 @@ def _commit(remote: Remote, before: Manifest | None, manifest: Manifest) -> None
         )
 
 
-def _list_missing(remote: Remote, manifest: Manifest) -> tuple[Manifest | None, list[FileRecord]]:
+def _list_missing(
+    root: str | Path, remote: Remote, manifest: Manifest
+) -> tuple[Manifest | None, list[FileRecord]]:
     """Return the manifest in the remote, unless it had to be removed, and what the remote lacks."""
     step = manifest.step
     try:
@@ -218,6 +220,9 @@ def _list_missing(remote: Remote, manifest: Manifest) -> tuple[Manifest | None, 
     ]
     gone = {each.path for each in there.files} - {each.path for each in manifest.files}
     if gone or any(there.find_file(record.path) for record in missing):
+        for record in missing:  # nothing that is corrupted here takes the place of a good copy
+            for _ in _read_chunks(step_folder(root, step) / record.path, record, lambda _: None):
+                pass
         remote.remove_manifest(step)  # a manifest must never be next to other files
         there = None
     return there, missing

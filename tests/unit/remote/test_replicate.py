@@ -399,6 +399,23 @@ def test_what_is_corrupted_or_not_committed_here_is_not_copied(
     assert not Remote(url).list_file_sizes(5)
 
 
+def test_what_is_corrupted_here_takes_the_place_of_no_copy(
+    commit: Callable[..., Job], any_url: str
+) -> None:
+    job = commit(4)
+    replicate(job.root, any_url, 4)
+    good = Remote(any_url).read_step(4)
+    for key in ("first", "second"):
+        open_run(job.root, key, 0)
+    commit(4, run=2, value=-4)
+    path = job.root / "global_step_4" / file_of(4)
+    flip_a_byte(path, path.stat().st_size // 2)
+    with pytest.raises(CommitError, match="is corrupted"):
+        replicate(job.root, any_url, 4)
+    assert Remote(any_url).read_step(4) == good
+    assert not Remote(any_url).find_mismatch(4, good.manifest.find_file(file_of(4)), lambda _: None)
+
+
 def test_no_age_removes_a_copy_once_a_step_was_committed_in_the_future(job: Job, url: str) -> None:
     for step in (1, 2):
         commit_files(job.root, step, at=time.time() + (step - 1.5) * 1e6)
