@@ -16,7 +16,7 @@ step that both upload at the same time; a resume then uses the step before (`fet
 import logging
 from pathlib import Path
 
-from trinity_sync.errors import CorruptedCopyError, RemoteError, SupersededError, TrinitySyncError
+from trinity_sync.errors import CorruptedCopyError, RemoteError, TrinitySyncError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
@@ -35,7 +35,7 @@ from trinity_sync.storage.job_settings import (
     record_replicated,
 )
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.runs import Run, add_run, find_superseding_run, list_runs
+from trinity_sync.storage.runs import add_run
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,6 @@ def replicate_and_record(root: Path, url: str, step: int) -> Replicated:
     """
     remote, job = Remote(url), read_job_settings(root)
     manifest = require_committed(root, step)
-    if remote.url == job.required_remote:
-        claim_remote(root, remote)
-        _claim_number(root, remote, manifest)
     done = replicate(root, url, step)
     if remote.url == job.remote:
         record_replicated(root, remote.url, manifest)
@@ -137,22 +134,3 @@ def replicate_missing(root: Path, url: str) -> list[int] | None:
                         raise
                     logger.warning("step %d is not replicated to %s: %s", manifest.step, url, error)
     return sorted(replicated)
-
-
-def _claim_number(root: Path, remote: Remote, manifest: Manifest) -> None:
-    """Check that no other training uses the remote, and create the record of this run's number."""
-    number, step = manifest.run, manifest.step
-    run = next((run for run in list_runs(root) if run.number == number), Run(number, "", 0))
-    theirs = remote.create_run(run)
-    if theirs is None or theirs.key != run.key:  # what it has left out may be known since
-        raise SupersededError(
-            f"step {step} of run {number} in {root} is not replicated: run {number} at "
-            f"{remote.url} belongs to another training. Stop one of the two, and restart the "
-            "other, which resumes from the newest step there."
-        )
-    if later := find_superseding_run(remote.list_runs(), number, step):
-        raise SupersededError(
-            f"step {step} of run {number} in {root} is not replicated: it is superseded by run "
-            f"{later.number} at {remote.url}, which resumed from step {later.resumed_from}. Stop "
-            "this training."
-        )

@@ -49,7 +49,7 @@ from trinity_sync.storage.manifest import (
     group_equal,
     read_manifest,
 )
-from trinity_sync.storage.runs import FETCHED, list_runs
+from trinity_sync.storage.runs import FETCHED, Run, find_superseding_run, list_runs
 from trinity_sync.storage.steps_in_use import lease_to_read
 
 PARALLEL = 4
@@ -276,11 +276,11 @@ def claim_remote(root: Path, remote: Remote) -> None:
 def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
     """Require that the remote's runs are the root's, and record the step's run there.
 
-    A start with a required remote fetches what other machines have sent, so `required` compares the
-    run of the step alone.
+    A start with a required remote fetches what other machines have sent, so only the run of the
+    step is compared there.
     """
     if read_job_settings(root).required_remote == remote.url:
-        return
+        return _claim_number(root, remote, manifest)
     mine = {run.number: run for run in list_runs(root) if not run.key.startswith(FETCHED)}
     if manifest.run in mine:
         remote.create_run(mine[manifest.run])
@@ -292,6 +292,25 @@ def _claim_run(root: Path, remote: Remote, manifest: Manifest) -> None:
                 "copy, or the reverse. Use another remote for one of the two: trinity-sync jobs "
                 f"set {root} remote=URL"
             )
+
+
+def _claim_number(root: Path, remote: Remote, manifest: Manifest) -> None:
+    """Check that no other training uses the remote, and create the record of this run's number."""
+    number, step = manifest.run, manifest.step
+    run = next((run for run in list_runs(root) if run.number == number), Run(number, "", 0))
+    theirs = remote.create_run(run)
+    if theirs is None or theirs.key != run.key:  # what it has left out may be known since
+        raise SupersededError(
+            f"step {step} of run {number} in {root} is not replicated: run {number} at "
+            f"{remote.url} belongs to another training. Stop one of the two, and restart the "
+            "other, which resumes from the newest step there."
+        )
+    if later := find_superseding_run(remote.list_runs(), number, step):
+        raise SupersededError(
+            f"step {step} of run {number} in {root} is not replicated: it is superseded by run "
+            f"{later.number} at {remote.url}, which resumed from step {later.resumed_from}. Stop "
+            "this training."
+        )
 
 
 def join_remote(root: Path, remote: Remote, *, by_pull: bool = True) -> None:

@@ -25,6 +25,7 @@ from trinity_sync.layout import step_folder
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import replicate_and_record, replicate_missing
+from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import NOT_REPLICATED, plan_prune, prune
 from trinity_sync.retention.removal import Rules
@@ -203,6 +204,9 @@ def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused
         first.commit(old, 2)
     with pytest.raises(SupersededError, match=r"run 2 at file://.* belongs to another training"):
         third.commit(other, 2)
+    for saves in (old, other):  # as the user may try to send what was refused
+        with pytest.raises(SupersededError):
+            replicate(saves.root, first.url, 2)
     there = Remote(first.url).read_step(2)
     assert (there.state, there.manifest) == ("valid", read_manifest(new.root, 2))
 
