@@ -226,10 +226,19 @@ class Remote:
             self._remove_folder(self._path(step, ""))
 
     def remove_others(self, manifest: Manifest) -> None:
-        """Remove what another commit of a step, which has no manifest here now, has left there."""
-        named = {record.path for record in manifest.files}
-        for path in self.list_file_sizes(manifest.step):
-            if path not in named and path != MANIFEST and not path.startswith(f"{UPLOADED}/"):
+        """Remove what another commit of a step, which has no manifest here now, has left there.
+
+        Raises:
+            RemoteError: there is a manifest, which a read has just not found.
+        """
+        named, found = (
+            {record.path for record in manifest.files},
+            self.list_file_sizes(manifest.step),
+        )
+        if MANIFEST in found:
+            raise RemoteError(f"{self.url} commits step {manifest.step} only now; retry")
+        for path in found:
+            if path not in named and not path.startswith(f"{UPLOADED}/"):
                 with self._translate_errors(f"remove {path} of step {manifest.step} from"):
                     self._fs.rm_file(self._path(manifest.step, path))
 

@@ -99,6 +99,8 @@ def replicate(
         manifest = held.enter_context(lease_to_read(root, step, f"replicate to {remote.url}"))
         _claim_run(Path(root), remote, manifest)
         before, missing = _list_missing(root, remote, manifest)
+        if before is None:
+            remote.remove_others(manifest)
         earlier = _find_unchanged(root, remote, step, missing)
         total = sum(record.nbytes for record in missing)
 
@@ -127,8 +129,6 @@ def replicate(
         with ThreadPoolExecutor(parallel, "replicate") as pool:
             uploads = pool.map(upload, group_equal(missing))
             sent = [nbytes for each in uploads for nbytes in each]  # an error cancels what is left
-        if before is None:
-            remote.remove_others(manifest)
         _commit(remote, before, manifest)
         if missing:
             remote.remove_upload_records(step)

@@ -416,6 +416,24 @@ def test_what_is_corrupted_here_takes_the_place_of_no_copy(
     assert not Remote(any_url).find_mismatch(4, good.manifest.find_file(file_of(4)), lambda _: None)
 
 
+def test_a_copy_whose_manifest_a_store_does_not_find_at_once_is_not_written_over(
+    commit: Callable[..., Job], any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = commit(4)
+    replicate(job.root, any_url, 4)
+    good = Remote(any_url).read_step(4)
+    for key in ("first", "second"):
+        open_run(job.root, key, 0)
+    commit(4, run=2, value=-4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "read_file", lambda *_: None)  # as a cache of the store answers
+        with pytest.raises(RemoteError, match="retry"):
+            replicate(job.root, any_url, 4)
+    assert Remote(any_url).read_step(4) == good
+    assert not Remote(any_url).find_mismatch(4, good.manifest.find_file(file_of(4)), lambda _: None)
+    assert replicate(job.root, any_url, 4).uploaded == 1
+
+
 def test_no_age_removes_a_copy_once_a_step_was_committed_in_the_future(job: Job, url: str) -> None:
     for step in (1, 2):
         commit_files(job.root, step, at=time.time() + (step - 1.5) * 1e6)
