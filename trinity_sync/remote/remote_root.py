@@ -226,16 +226,10 @@ class Remote:
             self._remove_folder(self._path(step, ""))
 
     def remove_others(self, manifest: Manifest) -> None:
-        """Remove what another commit of a step, which has no manifest here now, has left there.
-
-        Raises:
-            RemoteError: there is a manifest, which a read has just not found.
-        """
-        named, found = (
-            {record.path for record in manifest.files},
-            self.list_file_sizes(manifest.step),
-        )
-        if MANIFEST in found:
+        """Remove what another commit of a step has left there; it must have no manifest by now."""
+        named = {record.path for record in manifest.files}
+        found = self.list_file_sizes(manifest.step)
+        if MANIFEST in found:  # which a read has just not found
             raise RemoteError(f"{self.url} commits step {manifest.step} only now; retry")
         for path in found:
             if path not in named and not path.startswith(f"{UPLOADED}/"):
