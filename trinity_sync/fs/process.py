@@ -8,6 +8,7 @@ as PyTorch's when a DataLoader's worker is killed, or the save that it makes, wo
 middle of another save.
 """
 
+import ctypes
 import os
 import re
 import signal
@@ -251,7 +252,7 @@ class _Hold:
             if callable(handler) and not getattr(handler, "is_harmless", False):
                 self._handlers[signum] = handler
                 self._replaced.append(signum)
-                signal.signal(signum, self)
+                _set_handler(signum, self)
 
     def restore_handlers(self) -> None:
         """Restore all handlers, whatever those that are restored already raise meanwhile."""
@@ -262,7 +263,7 @@ class _Hold:
                     signum = self._replaced[-1]
                     handler = self._handlers[signum]
                     if signal.getsignal(signum) is self:  # not if a handler has set another one
-                        signal.signal(signum, handler)
+                        _set_handler(signum, handler)
                     self._replaced.pop()
             except BaseException as error:
                 raised = error
@@ -278,3 +279,12 @@ class _Hold:
 
 
 _held: _Hold | None = None
+_libc = ctypes.PyDLL(None)  # its calls keep the GIL
+
+
+def _set_handler(signum: int, handler: Callable[[int, FrameType | None], Any]) -> None:
+    """Replace a handler of Python; what C code has set over it stays, as that of faulthandler."""
+    action = ctypes.create_string_buffer(1024)  # a struct sigaction; on Linux it has 152 bytes
+    _libc.sigaction(signum, None, action)
+    signal.signal(signum, handler)
+    _libc.sigaction(signum, action, None)

@@ -1,5 +1,6 @@
 """Which signals a coordinator takes for itself, and for how long; a time limit ends as they do."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -319,6 +320,21 @@ def test_a_handler_that_raises_ends_the_wait_for_a_slot(
     job.commit(1)
     saves.save(3, {"optim": {"w": torch.ones(3)}, "model": {"w": torch.ones(3)}})
     job.commit(3, "model", "optim")
+
+
+def test_what_faulthandler_writes_at_a_signal_is_written_after_a_save_as_before(
+    saves: Saves, job: Job, others: list[int]
+) -> None:
+    with (job.root.parent / "traces").open("w+") as traces:
+        faulthandler.register(signal.SIGUSR1, traces, chain=True)
+        try:
+            saves.save(4, {"model": {"w": torch.ones(3)}})
+            signal.raise_signal(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+        traces.seek(0)
+        assert "most recent call first" in traces.read()
+    assert others == [signal.SIGUSR1]
 
 
 def test_a_handler_that_raises_ends_no_emergency_save(
