@@ -518,17 +518,29 @@ class FunctionRunner:
                     self._write_failure(status, error)
                     return error
                 seconds = time.monotonic() - start
-                after = _files_below(save.folder)
-                if read_run_manifest(save.root, save.run, save.step):  # of the step's sync
-                    after = {name: seen for name, seen in after.items() if not is_own_file(name)}
-                changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
-                finished = replace(status, state="finished", seconds=seconds, files=changed)
-                write_status(self._spool, finished)
-                return None
+                for wait_s in 1, 5, None:
+                    try:
+                        self._write_end(save, status, before, seconds)
+                        return None
+                    except OSError as error:
+                        if wait_s is None:
+                            raise
+                        told = "the end of save %r of step %d: again in %d s: %s"
+                        logger.warning(told, status.name, status.step, wait_s, error)
+                        time.sleep(wait_s)
         except BaseException as error:
             with suppress(OSError):  # the caller is told
                 self._write_failure(status, error)
             raise
+
+    def _write_end(
+        self, save: SaveId, status: FunctionStatus, before: Mapping[str, object], seconds: float
+    ) -> None:
+        after = _files_below(save.folder)
+        if read_run_manifest(save.root, save.run, save.step):  # of the step's sync
+            after = {name: seen for name, seen in after.items() if not is_own_file(name)}
+        changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
+        write_status(self._spool, replace(status, state="finished", seconds=seconds, files=changed))
 
     def _write_failure(self, status: FunctionStatus, error: BaseException) -> None:
         write_status(self._spool, replace(status, state="failed", error=describe_error(error)))

@@ -61,11 +61,15 @@ class FunctionStatus(Record):
 
 
 def write_status(spool: JobSpool, status: FunctionStatus) -> None:
-    """Write a status, in the place of an earlier one of the same call."""
+    """Write a status, in the place of an earlier one of the same call.
+
+    Raises:
+        OSError: it cannot be written, and is none of a failure.
+    """
     try:
         _replace(spool, _path(spool, status), encode_record(status))
     except OSError:  # neither memory nor a descriptor is free: a torn status needs none, and fails
-        if status.state == "started":
+        if status.state != "failed":
             raise
         with suppress(FileExistsError):
             os.mknod(_path(spool, status))
@@ -163,6 +167,7 @@ def await_save_functions(
     Raises:
         SaveError: a function failed, or its process died.
         MissingShardsError: fewer than ``at_least`` started within ``rank_timeout_s``.
+        OSError: a file cannot be opened or copied; that may be repeated.
     """
     deadline = time.monotonic() + rank_timeout_s
     pauses = lengthen_pauses()
@@ -193,16 +198,17 @@ def _sync_files(spool: JobSpool, save: SaveId, status: FunctionStatus) -> bool:
     If not, it has failed until it is called again: the kernel reports no error to a retry.
     """
     for path in map(save.folder.joinpath, status.files):
-        try:
-            if not path.is_symlink():  # the commit reports links, and files that are missing
-                with suppress(FileNotFoundError), open_no_follow(path) as file:
-                    os.fsync(file.fileno())
-                    if os.fstat(file.fileno()).st_nlink > 1:
-                        copy_links(path)
-        except OSError as error:
-            why = f"{path} cannot be written: {error.strerror}"
-            write_status(spool, replace(status, state="failed", error=why))
-            return False
+        if path.is_symlink():  # the commit reports links, and files that are missing
+            continue
+        with suppress(FileNotFoundError), open_no_follow(path) as file:
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                why = f"{path} cannot be written: {error.strerror}"
+                write_status(spool, replace(status, state="failed", error=why))
+                return False
+            if os.fstat(file.fileno()).st_nlink > 1:
+                copy_links(path)
     return True
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere
-from tests.support.disk import noted_syncs
+from tests.support.disk import no_opens_of, noted_syncs
 from tests.support.dying import in_a_process
 from tests.support.job import Job, held
 from tests.support.leases import acquire_lease
@@ -496,6 +496,16 @@ def test_a_function_that_writes_into_a_shard_of_the_steps_sync_fails_the_save(
     damaging = write(lambda: write_model(job.root, 4))
     with pytest.raises(SaveError, match=rf"has changed .*{Path(MODEL).name}, which run 1"):
         commit(job.save(4), [], damaging)
+
+
+def test_a_file_of_a_function_that_cannot_be_opened_for_a_moment_fails_nothing_for_good(
+    saves: Saves, job: Job
+) -> None:
+    saves.save_sync(partial(write_model, job.root, 4), 4)
+    with no_opens_of(job.root / "global_step_4" / MODEL), pytest.raises(BlockingIOError):
+        await_save_functions(job.spool, job.save(4), at_least=1)
+    (status,) = await_save_functions(job.spool, job.save(4), at_least=1)
+    assert (status.state, status.files) == ("finished", (MODEL,))
 
 
 def test_what_a_function_wrote_and_could_not_be_synced_is_in_no_commit_of_a_retry(

@@ -353,6 +353,25 @@ def test_a_function_whose_end_cannot_be_written_fails_its_save(
     kill_savers(settings.spool)
 
 
+def test_a_function_whose_end_is_written_at_the_second_try_is_called_once(
+    settings: Settings, tmp_path: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=32m", small_disk], check=True)
+    settings = settings.model_copy(update={"spool": small_disk / "spool"})
+    go, calls = threading.Event(), []
+    with CheckpointCoordinator(tmp_path / "ckpts", settings=settings) as saves:
+        save(saves, 1).wait(60)
+        saves.save_async("own", lambda: calls.append(go.wait(60)), 2)
+        register(saves, 2)
+        with is_full(small_disk):
+            go.set()
+            await_that(lambda: "save 'own' of step 2: again in 1 s" in caplog.text, "it was tried")
+        saves.wait_all(60)
+        assert Checkpoints(saves.root).steps() == [1, 2]
+    assert calls == [True]
+    kill_savers(settings.spool)
+
+
 @pytest.mark.parametrize("call", [save, register])
 @pytest.mark.parametrize("name", ["placements", "runs/1.json"])
 def test_a_failure_names_what_has_taken_the_place_of_a_record(
