@@ -6,8 +6,8 @@ network file systems), the same loops go through the page cache.
 
 A speed limit is shared by all processes of a node. A node's checkpoints are written by several Ray
 processes with several threads each, none of which knows how many others write. So they share a file
-with the time until which the admitted bytes are paid for. The holder of its lock waits for that
-time and admits the next bytes.
+with the time until which the admitted bytes are paid for. The next bytes begin then: their writer
+adds their time under the file's lock, and waits without it, as it may be stopped meanwhile.
 """
 
 import errno
@@ -47,6 +47,8 @@ OnWritten = Callable[[int, int], object]
 
 LARGEST = 16 << 20
 """Most bytes that are admitted at a time."""
+_MOST_AHEAD = 64
+"""Most writers of `LARGEST` bytes that wait in a line; a time further ahead is wrong."""
 _PAID_AT = struct.Struct("<d")
 
 
@@ -88,11 +90,9 @@ class RateLimit:
             content = os.pread(fd, _PAID_AT.size, 0)
             paid_at = _PAID_AT.unpack(content)[0] if len(content) == _PAID_AT.size else now
             # a file from before a reboot, or written with a lower limit, has a time far ahead
-            wait_s = min(paid_at - now, LARGEST / self._bytes_per_s)
-            if wait_s > 0:
-                self._sleep(wait_s)
-                now += wait_s
-            os.pwrite(fd, _PAID_AT.pack(now + nbytes / self._bytes_per_s), 0)
+            wait_s = max(0.0, min(paid_at - now, _MOST_AHEAD * LARGEST / self._bytes_per_s))
+            os.pwrite(fd, _PAID_AT.pack(now + wait_s + nbytes / self._bytes_per_s), 0)
+        self._sleep(wait_s)
 
 
 ALIGNMENT = 4096

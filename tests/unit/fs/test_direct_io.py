@@ -142,7 +142,7 @@ def test_every_chunk_waits_for_the_limit(tmp_path: Path) -> None:
     waits: list[float] = []
     limit = RateLimit(tmp_path / "rate", CHUNK, clock=lambda: 0.0, sleep=waits.append)
     write_file(tmp_path / "file", mapped(bytes(3 * CHUNK)), limit=limit)
-    assert waits == [1.0, 1.0]
+    assert waits == [0.0, 1.0, 2.0]
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
@@ -196,12 +196,33 @@ def test_idle_time_is_not_saved_up(tmp_path: Path) -> None:
     assert clock.now == 152.0
 
 
-def test_a_time_far_ahead_from_before_a_reboot_delays_by_one_chunk(tmp_path: Path) -> None:
+def test_a_writer_that_is_stopped_while_it_waits_stops_no_other(tmp_path: Path) -> None:
+    waits, resumes, ends = threading.Event(), threading.Event(), list[bool]()
+
+    def stop(_: float) -> None:
+        waits.set()
+        ends.append(resumes.wait(30))
+
+    clock = Clock()
+    limit = RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=clock.sleep)
+    limit.admit(1_000_000)
+    stopped = RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=stop)
+    thread = threading.Thread(target=stopped.admit, args=(1_000_000,))
+    thread.start()
+    assert waits.wait(30)
+    limit.admit(1_000_000)
+    resumes.set()
+    thread.join()
+    assert ends == [True]
+    assert clock.now == 102.0
+
+
+def test_a_time_far_ahead_from_before_a_reboot_delays_by_64_chunks(tmp_path: Path) -> None:
     later, clock = Clock(), Clock()
     later.now = 1e6
     RateLimit(tmp_path / "rate", LARGEST, clock=later, sleep=later.sleep).admit(LARGEST)
     RateLimit(tmp_path / "rate", LARGEST, clock=clock, sleep=clock.sleep).admit(LARGEST)
-    assert clock.now == 101.0
+    assert clock.now == 164.0
 
 
 def test_a_limit_without_its_file_delays_nothing_and_says_so_once(
