@@ -262,7 +262,12 @@ def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
         found = path.stat().st_size
         if found != file.record.nbytes:
             return f"has {found:,} bytes instead of {file.record.nbytes:,}"
-        digest = digest_file(path, found, on_read)
+        try:
+            digest = digest_file(path, found, on_read)
+        except OSError as error:
+            if error.errno not in BROKEN:
+                raise
+            digest = digest_file(path, found)  # a mount or a path to the disk may have been away
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

@@ -55,6 +55,23 @@ def committed(job: Job) -> Job:
     return job
 
 
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_file_that_is_read_once_it_is_opened_again_is_valid(committed: Job, fails: int) -> None:
+    path = step_folder(committed.root, 2) / SHARD
+
+    failed = []
+
+    def fail() -> None:
+        failed.append(path)
+        if len(failed) < fails:
+            when_opened(path, fail).__enter__()
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with when_opened(path, fail):
+        (judged,) = judge_steps(check_files(choose_files(committed.root, step=2)))
+    assert judged.state == ("valid" if fails == 1 else "corrupted")
+
+
 @pytest.mark.parametrize("how", ["missing", "truncated", "marked", "manifest"])
 def test_a_step_is_corrupted_by_its_files_its_mark_or_its_manifest(
     committed: Job, how: str
