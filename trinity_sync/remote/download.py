@@ -28,7 +28,12 @@ from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER, check_root, step_folder
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import PARALLEL, join_remote
-from trinity_sync.storage.discovery import require_committed, update_latest_pointers
+from trinity_sync.storage.discovery import (
+    latest_pointer_covers,
+    read_latest_pointer,
+    require_committed,
+    update_latest_pointers,
+)
 from trinity_sync.storage.manifest import (
     FileRecord,
     Manifest,
@@ -78,8 +83,11 @@ def fetch(
     join_remote(base, remote)
     manifest = _find_manifest(remote, step)
     if _is_committed_here(base, manifest, replace):
-        with acquire_commit_lock(base):  # a download may have died before that
-            update_latest_pointers(base, manifest)
+        for kind in manifest.kinds:  # a download may have died before they were updated
+            named = read_latest_pointer(base, kind)
+            if not latest_pointer_covers(base, kind, manifest.run, manifest.step, named):
+                with acquire_commit_lock(base):
+                    update_latest_pointers(base, manifest)
         return manifest, False
     make_folder(base / PRIVATE_FOLDER)
     lock = base / PRIVATE_FOLDER / "fetching.lock"

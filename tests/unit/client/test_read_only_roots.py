@@ -171,6 +171,8 @@ def test_a_step_is_copied_and_resumed_elsewhere(
     read_only(tmp_path / "copies")
     fetch(f"file://{tmp_path}/copies", None, tmp_path / "elsewhere")
     assert load_states(tmp_path / "elsewhere", 2, "actor")["optim"] == {"lr": 0.2}
+    read_only(tmp_path / "elsewhere")
+    assert not fetch(f"file://{tmp_path}/copies", 2, tmp_path / "elsewhere")[1]
 
 
 def test_readers_of_weights_read(root: Path, model: Any, read_only: Make, tmp_path: Path) -> None:
