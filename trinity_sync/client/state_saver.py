@@ -518,16 +518,17 @@ class FunctionRunner:
                     self._write_failure(status, error)
                     return error
                 seconds = time.monotonic() - start
-                for wait_s in 1, 5, None:
+                for wait_s in 1, 5, 0:
                     try:
                         self._write_end(save, status, before, seconds)
-                        return None
+                        break
                     except OSError as error:
-                        if wait_s is None:
+                        if not wait_s:
                             raise
                         told = "the end of save %r of step %d: again in %d s: %s"
                         logger.warning(told, status.name, status.step, wait_s, error)
                         time.sleep(wait_s)
+                return None
         except BaseException as error:
             with suppress(OSError):  # the caller is told
                 self._write_failure(status, error)
