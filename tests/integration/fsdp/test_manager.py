@@ -124,8 +124,8 @@ def test_older_checkpoints_are_removed_once_a_newer_one_is_committed(
     new_run: MakeManager, root: Path
 ) -> None:
     manager = new_run()
-    for step in (1, 1, 2):
-        manager.save_checkpoint(path(root, step), step)
+    for step, all_of_them in ((1, None), (1, 0), (2, -1)):
+        manager.save_checkpoint(path(root, step), step, all_of_them)
     manager.wait_on_save_thread()
     assert steps_on_disk(root) == [1, 2]
     manager.save_checkpoint(path(root, 3), 3, max_ckpt_to_keep=1)

@@ -24,7 +24,7 @@ from trinity_sync.integrations.verl.driver import wrap_find_latest_ckpt_path
 from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
 from trinity_sync.integrations.verl.sft import (
     wrap_destroy_global_process_group,
-    wrap_find_latest_checkpoint,
+    wrap_determine_resume_path,
     wrap_save_checkpoint,
 )
 from trinity_sync.layout import step_folder
@@ -36,7 +36,7 @@ class Handler(CheckpointHandler):
     """veRL's, as `integrations.verl.switch` changes it."""
 
     save_checkpoint = wrap_save_checkpoint(CheckpointHandler.save_checkpoint)
-    _find_latest_checkpoint = wrap_find_latest_checkpoint(CheckpointHandler._find_latest_checkpoint)
+    _determine_resume_path = wrap_determine_resume_path(CheckpointHandler._determine_resume_path)
 
 
 @wrap_destroy_global_process_group
@@ -151,6 +151,28 @@ def test_verl_alone_goes_on_once_the_files_are_where_it_looks(
         assert handler.load_checkpoint() == 3
         assert policy.fingerprint() == before
         assert next(iter(handler.train_dataloader)).item() == 3
+
+
+@pytest.mark.parametrize("mode", ["resume_path", "auto"])
+def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
+    start: Start, root: Path, policy: Policy, tmp_path: Path, mode: str
+) -> None:
+    with start() as handler:
+        train_to(handler, 3)
+        end()
+    before, own = policy.fingerprint(), tmp_path / "own"
+    with start() as handler:
+        manager = policy.engine.checkpoint_manager
+        manager._coordinator = None  # as veRL makes it
+        handler.default_local_dir, handler.resume_mode = str(own), mode
+        handler.resume_from_path = str(step_folder(root, 3))
+        assert handler.load_checkpoint() == 3
+        assert policy.fingerprint() == before
+        assert next(iter(handler.train_dataloader)).item() == 3
+        manager.save_checkpoint(str(step_folder(own, 4)), global_step=4)
+        manager._coordinator.close(timeout=0)
+    assert len(list_runs(root)) == 1
+    assert [(run.number, run.resumed_from) for run in list_runs(own)] == [(1, 0)]
 
 
 def test_a_resume_on_another_number_of_ranks_is_refused(start: Start, policy: Policy) -> None:

@@ -1,5 +1,6 @@
 """What veRL's own trainers do around a checkpoint, with ours in its place: their real methods."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ import ray
 import torch
 from grpo_copy.policy import Policy
 from omegaconf import DictConfig, OmegaConf
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray.runtime_env.runtime_env import _merge_runtime_env
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer import config as verl_config
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
@@ -44,11 +48,12 @@ from trinity_sync.integrations.verl.driver import (
     wrap_find_latest_ckpt_path,
     wrap_fit,
     wrap_get_ppo_ray_runtime_env,
+    wrap_load_checkpoint,
     wrap_log,
     wrap_save_checkpoint,
 )
 from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
-from trinity_sync.layout import attaching_folder, step_folder
+from trinity_sync.layout import attaching_folder, step_folder, steps_on_disk
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
 from trinity_sync.retention.prune import plan_prune
@@ -146,6 +151,7 @@ def start(policy: Policy, config: DictConfig, root: Path, spool_folder: Path) ->
         )
 
         class Trainer(kind):  # type: ignore[misc]
+            _load_checkpoint = wrap_load_checkpoint(kind._load_checkpoint)
             _save_checkpoint = wrap_save_checkpoint(kind._save_checkpoint)
 
             def _setup(self) -> None: ...
@@ -329,16 +335,18 @@ def prompts_in(queue: Any) -> set[str]:
     return {*(queue.kv_list("train") or {}).get("train", {})}
 
 
+@pytest.mark.parametrize("kind", [PPOTrainer, RayPPOTrainer])
 def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
-    start: Start, root: Path, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, root: Path, policy: Policy, kind: type, config: DictConfig
 ) -> None:
     commit_steps(start(), 3)
-    before, own = policy.fingerprint(), tmp_path / "own"
-    monkeypatch.setenv("TRINITY_SYNC_ROOT", str(own))
-    second = start()
+    before, own = policy.fingerprint(), root / "of another job"
+    second = start(kind)
     manager = policy.engine.checkpoint_manager
     manager._coordinator = None  # as veRL makes it
-    second.actor_rollout_wg.load_checkpoint(str(step_folder(root, 3) / "actor"), False)
+    config.trainer.update({"default_local_dir": str(own), "resume_mode": "resume_path"})
+    config.trainer.resume_from_path = str(step_folder(root, 3))
+    second._load_checkpoint()
     assert policy.fingerprint() == before
     assert len(list_runs(root)) == 1
     manager.save_checkpoint(str(step_folder(own, 4) / "actor"), global_step=4)
@@ -493,6 +501,31 @@ def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictC
     assert config.actor_rollout_ref.actor.checkpoint.async_save is False
 
 
+@pytest.mark.parametrize(
+    ("of_actor", "of_critic", "kept"),
+    [(1, 1, {3}), (1, 2, {2, 3}), (None, 1, {1, 2, 3}), (1, -1, {1, 2, 3})],
+)
+def test_a_step_is_kept_while_actor_or_critic_keeps_it(
+    start: Start, root: Path, config: DictConfig, of_actor: int, of_critic: int, kept: set[int]
+) -> None:
+    config.trainer.max_actor_ckpt_to_keep = of_actor
+    config.trainer.max_critic_ckpt_to_keep = of_critic
+    config.critic.strategy = "fsdp2"
+    trigger = CommitsHere()
+    with environment({"TRINITY_SYNC_ROLES": "actor,critic"}):
+        trainer = start(RayPPOTrainer, trigger)
+        actor, engine = trainer.actor_rollout_wg.engine.checkpoint_manager, SimpleNamespace()
+        critic = manager_of(TrainerCheckpointManager, trainer.actor_rollout_wg.engine)
+        critic._coordinator = actor._coordinator
+        engine.save_checkpoint = lambda path, _, step, keep: critic.save_checkpoint(
+            path, global_step=step, max_ckpt_to_keep=keep
+        )
+        trainer.use_critic, trainer.critic_wg = True, Workers(engine)
+        commit_steps(trainer, 1, 2, 3)
+    trigger.finish()
+    assert {*steps_on_disk(root)} == kept
+
+
 def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     config: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,6 +546,21 @@ def test_a_launch_tells_its_processes_the_run_the_roles_and_no_secret(
     assert first["VERL_USE_EXTERNAL_MODULES"] == "mine,trinity_sync.integrations.verl.switch"
     assert "secret" not in str(first)
     assert "TRINITY_SYNC_NODE" not in first  # of the launching node alone
+
+
+def test_a_launch_sets_no_variable_that_the_job_submitted_to_ray_has(
+    config: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_SLOTS", "3")
+    modules = "trinity_sync.integrations.verl.switch,mine"
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", modules)
+    job = {"env_vars": {"VERL_USE_EXTERNAL_MODULES": modules, "TRINITY_SYNC_SLOTS": "3"}}
+    monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps({"runtime_env": job}))
+    launch = wrap_get_ppo_ray_runtime_env(get_ppo_ray_runtime_env)(config)
+    merged = _merge_runtime_env(job, launch)
+    assert merged is not None  # for which Ray refuses to start
+    assert merged["env_vars"]["VERL_USE_EXTERNAL_MODULES"] == modules
+    assert merged["env_vars"]["TRINITY_SYNC_ROOT"] == config.trainer.default_local_dir
 
 
 def test_the_root_of_a_launch_is_that_of_its_trainer_and_no_other_is_accepted(

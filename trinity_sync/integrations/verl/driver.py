@@ -12,6 +12,7 @@ veRL itself. `manager` has the workers' checkpoint manager.
 """
 
 import functools
+import json
 import logging
 import os
 import uuid
@@ -24,7 +25,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import attaching_folder, refuse_url, step_folder
-from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.import_hooks import Call, replace_attributes, wrapper
 from trinity_sync.integrations.trainer_saves import select_metrics
 from trinity_sync.settings import CONFIG, STACK_PREFIX
@@ -40,7 +41,16 @@ ROOT = "TRINITY_SYNC_ROOT"
 
 WAIT = "async_calls_finalize_fn_exec"
 """Method that veRL's trainers call before each step, and with ``blocking`` after the last one."""
-PREWARM = "prewarm_saves"
+CALL = "call_checkpoint_manager"
+
+
+@wrapper
+def wrap_load_checkpoint(original: Call, trainer: Any) -> Any:
+    """Wrap a trainer's ``_load_checkpoint``: its workers know the job before they load a step."""
+    root = Path(trainer.config.trainer.default_local_dir).resolve()
+    for group in _list_groups(trainer).values():
+        getattr(group, CALL)("set_root", root)
+    return original(trainer)
 
 
 @wrapper
@@ -76,25 +86,25 @@ def wrap_save_checkpoint(original: Call, trainer: Any) -> None:
     async_save = "actor_rollout_ref.actor.checkpoint.async_save"
     OmegaConf.update(trainer.config, async_save, True, force_add=True)
     deferred: list[Callable[[], Any]] = []
+    config, roles = trainer.config.trainer, ["actor", *["critic"] * trainer.use_critic]
+    counts = [config.get(f"max_{role}_ckpt_to_keep") or 0 for role in roles]
+    removes = min(counts) > 0 or config.get("remove_previous_ckpt_in_save")
+    keep = {} if removes else {"max_ckpt_to_keep": None}  # a step is removed with both roles
     with ExitStack() as meanwhile:
         for group in _list_groups(trainer).values():
-            meanwhile.enter_context(_defer_calls(group, "save_checkpoint", deferred))
+            meanwhile.enter_context(_defer_calls(group, "save_checkpoint", deferred, keep))
         if callback := getattr(trainer, "checkpoint_callback", None):
-            folder = step_folder(trainer.config.trainer.default_local_dir, trainer.global_steps)
+            folder = step_folder(config.default_local_dir, trainer.global_steps)
             own = {"checkpoint_dir": str(folder)}
             meanwhile.enter_context(_defer_calls(callback, "on_save", deferred, own))
-        meanwhile.enter_context(_redirect_files(trainer.config.trainer))
+        meanwhile.enter_context(_redirect_files(config))
         original(trainer)
     for call in deferred:
         call()
-    root = Path(trainer.config.trainer.default_local_dir).resolve()
+    root = Path(config.default_local_dir).resolve()
     LOGGED.note_saved(trainer.global_steps, open_metrics(root).record)
     if _expires_soon(trainer):
         getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
-
-
-Record = Callable[[int, dict[str, float]], object]
-"""Records the metrics of a step."""
 
 
 class LoggedMetrics:
@@ -105,7 +115,7 @@ class LoggedMetrics:
 
     def __init__(self) -> None:
         self._logged: tuple[int, dict[str, float]] = (-1, {})
-        self._saved: tuple[int, Record] = (-1, lambda *_: None)
+        self._saved: tuple[int, Call] = (-1, lambda *_: None)
 
     def note_logged(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record metrics that were logged, if their step was saved; otherwise keep them."""
@@ -113,8 +123,8 @@ class LoggedMetrics:
         self._logged = step, known | select_metrics(metrics)
         self._record()
 
-    def note_saved(self, step: int, record: Record) -> None:
-        """Record what was and will be logged of a step by a call of ``record``."""
+    def note_saved(self, step: int, record: Call) -> None:
+        """Record what was and will be logged of a step by a call of ``record`` with both."""
         self._saved = step, record
         self._record()
 
@@ -160,9 +170,9 @@ def wrap_fit(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     The memory of the first save is touched beside the first steps.
     """
     if trainer.config.trainer.save_freq > 0:
-        root = str(Path(trainer.config.trainer.default_local_dir).resolve())
+        root = Path(trainer.config.trainer.default_local_dir).resolve()
         for role, group in _list_groups(trainer).items():
-            getattr(group, PREWARM)(root, role)
+            getattr(group, CALL)("prewarm", root, role)
     result = original(trainer, *args, **kwargs)
     getattr(trainer.actor_rollout_wg, WAIT)(blocking=True)
     return result
@@ -172,25 +182,18 @@ def add_methods(worker: type) -> None:
     """Add the methods that the trainers of `wrap_fit` call to a worker class."""
     from verl.single_controller.base.decorator import Dispatch, register
 
-    def find(self: Any, name: str) -> Any:
+    def call(self: Any, name: str, *arguments: Any) -> None:
+        """Call a method of this worker's checkpoint manager, if it has one of that name."""
         engine = getattr(getattr(self, "actor", self), "engine", None)
-        return getattr(get_manager(engine), name, None)
+        if ours := getattr(get_manager(engine), name, None):
+            ours(*arguments)
 
     def wait(self: Any, blocking: bool = False) -> None:
         """Wait for all saves of this worker's engine; raises `SaveFailedError`."""
-        ours = find(self, "wait_on_save_thread")
-        if blocking and ours:
-            ours()
+        if blocking:
+            call(self, "wait_on_save_thread")
 
-    def prewarm(self: Any, root: str, role: str) -> None:
-        """Touch the memory of this worker's first save in a thread; see its manager."""
-        if ours := find(self, "prewarm"):
-            try:
-                ours(Path(root), role)
-            except TrinitySyncError as error:
-                logger.warning("Saves will be slow, or fail: %s", error)
-
-    for name, method in ((WAIT, wait), (PREWARM, prewarm)):
+    for name, method in ((WAIT, wait), (CALL, call)):
         method.__name__ = name
         setattr(worker, name, register(dispatch_mode=Dispatch.ONE_TO_ALL)(method))
 
@@ -220,10 +223,12 @@ def wrap_get_ppo_ray_runtime_env(original: Call, config: Any = None) -> dict[str
         ours[ROOT] = str(folder)  # workers have other folders
         if "TRINITY_SYNC_ROLES" not in ours and _has_critic(config):
             ours["TRINITY_SYNC_ROLES"] = "actor,critic"
-    given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
-    modules = [name for name in given if name and name != SWITCH]
-    ours["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, SWITCH])
-    variables.update(ours)
+    modules = os.environ.get("VERL_USE_EXTERNAL_MODULES") or SWITCH
+    has_switch = SWITCH in modules.split(",")
+    ours["VERL_USE_EXTERNAL_MODULES"] = modules if has_switch else f"{modules},{SWITCH}"
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    # Ray refuses a variable that `ray job submit` has set as well
+    variables.update(ours.items() - (job.get("env_vars") or {}).items())
     return environment
 
 

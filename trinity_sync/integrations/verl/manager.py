@@ -6,7 +6,6 @@ before a resume, in which veRL reads them from the step's folder.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ from trinity_sync.adapter import (
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
 from trinity_sync.integrations.trainer_saves import MEMORY
-from trinity_sync.integrations.verl.driver import ROOT
 from trinity_sync.layout import is_step_folder, split_role_path
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.packed import read_folder
@@ -62,6 +60,8 @@ class ManagerOfPaths:
     """
 
     _coordinator: CheckpointCoordinator | None
+    _own_root: Path | None = None
+    """The job that is saved, where that is known before there is a coordinator."""
     _saved: dict[str, int]
     """Newest step that each component, or the whole checkpoint, was submitted at."""
 
@@ -112,8 +112,9 @@ class ManagerOfPaths:
             root, step, _ = split_role_path(role_folder)
         except ConfigError:
             return None  # a folder in another layout
-        if self._coordinator is not None and self._coordinator.root != root:
-            return None  # another job, loaded as initial state
+        own = self._coordinator.root if self._coordinator else self._own_root
+        if own not in (None, root):
+            return None  # another job, loaded as initial state: no run begins there
         return self._get_coordinator(root), step
 
 
@@ -134,8 +135,6 @@ class CommitsDriverFiles(ManagerOfPaths):
     rank: int
     world_size: int
     _has_saved = False
-    _own_root: str | None = None
-    """Root of the PPO trainer; None if it is not known."""
 
     def save_checkpoint(
         self, local_path: str | None, *, global_step: int = 0, **named: Any
@@ -187,7 +186,6 @@ class CommitsDriverFiles(ManagerOfPaths):
         load = super().load_checkpoint  # type: ignore[misc] # of the engine's manager
         given = Path(local_path)
         if not is_step_folder(given):
-            self._own_root = os.environ.get(ROOT)  # as the switch's launch has set it
             load(local_path, hdfs_path, del_local_after_load)
             if self.rank == 0 and given.name == Settings().roles[0]:
                 _check_driver_files(given.parent, _read_manifest(given.parent))
@@ -198,9 +196,11 @@ class CommitsDriverFiles(ManagerOfPaths):
         if manifest:
             broadcast_from_rank_0(given, lambda: _check_driver_files(given, manifest))
 
+    def set_root(self, root: Path) -> None:
+        """Set the job that is saved, before a step is loaded that may be another job's."""
+        self._own_root = root
+
     def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
-        if self._own_root and not role_folder.is_relative_to(Path(self._own_root).resolve()):
-            return None  # another job, loaded as initial state: no run begins there
         return super()._find_resumed_job(_role_folder(role_folder))
 
 

@@ -95,8 +95,8 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
             hdfs_path: not used.
             global_step: training step, the N of the path.
-            max_ckpt_to_keep: number of checkpoints to keep once this one is committed; None and 0
-                keep all. The save's flow deletes older ones, after the commit.
+            max_ckpt_to_keep: number of checkpoints to keep once this one is committed; None, 0
+                and below keep all. The save's flow deletes older ones, after the commit.
 
         Returns:
             What was staged, and the seconds that it took; None if the step was submitted before.
@@ -144,7 +144,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
             collect,
             content_metadata=metadata,
             files=self._list_small_files(global_step) if self.rank == 0 else None,
-            keep=max_ckpt_to_keep or 0,
+            keep=max(max_ckpt_to_keep or 0, 0),
         )
         self._saved["checkpoint"] = global_step  # also if this rank failed: others have not
         return staged

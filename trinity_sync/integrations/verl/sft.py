@@ -59,8 +59,8 @@ def wrap_save_checkpoint(original: Call, handler: Any, step: int) -> None:
 
 
 @wrapper
-def wrap_find_latest_checkpoint(original: Call, handler: Any) -> str | None:
-    """Wrap a handler's ``_find_latest_checkpoint``: rank 0 searches and broadcasts the result.
+def wrap_determine_resume_path(original: Call, handler: Any) -> str | None:
+    """Wrap a handler's ``_determine_resume_path``: rank 0 searches for the newest step, for all.
 
     It searches even if there is no folder yet, since steps may be in a remote.
     """
@@ -68,7 +68,10 @@ def wrap_find_latest_checkpoint(original: Call, handler: Any) -> str | None:
 
     if not _uses_trinity_sync(handler):
         return original(handler)
-    root = Path(handler.default_local_dir)
+    root = Path(handler.default_local_dir).resolve()
+    get_manager(handler.engine).set_root(root)
+    if handler.resume_mode != "auto" or handler.resume_from_path is not None:
+        return original(handler)
     return broadcast_from_rank_0(root, lambda: find_latest_ckpt_path(str(root)))
 
 

@@ -11,6 +11,7 @@ are in `driver`, `sft`, `manager` and `megatron`.
 """
 
 from importlib.metadata import version
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -23,22 +24,11 @@ with from_extra("verl"):
     VERL = Version(version("verl"))
 
 
-def _save(module: ModuleType) -> None:
-    def manager(*arguments: Any, **named: Any) -> Any:  # importing it imports this module of veRL
-        from trinity_sync.integrations.verl.fsdp.manager import TrainerCheckpointManager
+def _save(name: str, manager: str) -> Patch:
+    def patch(module: ModuleType) -> None:  # importing the manager imports this module of veRL
+        setattr(module, name, lambda *given, **named: resolve_name(manager)(*given, **named))
 
-        return TrainerCheckpointManager(*arguments, **named)
-
-    module.FSDPCheckpointManager = manager  # type: ignore[attr-defined]
-
-
-def _save_megatron(module: ModuleType) -> None:
-    def manager(**named: Any) -> Any:
-        from trinity_sync.integrations.verl.megatron import TrainerMegatronManager
-
-        return TrainerMegatronManager(**named)
-
-    module.MegatronCheckpointManager = manager  # type: ignore[attr-defined]
+    return patch
 
 
 def _turbo(module: ModuleType) -> None:
@@ -67,6 +57,8 @@ def _workers(module: ModuleType) -> None:
 
 
 DRIVER, SFT = "trinity_sync.integrations.verl.driver", "trinity_sync.integrations.verl.sft"
+FSDP = "trinity_sync.integrations.verl.fsdp.manager:TrainerCheckpointManager"
+MEGATRON = "trinity_sync.integrations.verl.megatron:TrainerMegatronManager"
 
 PATCHES: dict[str, Patch] = {
     "verl.utils.checkpoint.checkpoint_manager": wrap(
@@ -75,7 +67,7 @@ PATCHES: dict[str, Patch] = {
     "verl.utils.checkpoint.checkpoint_handler": wrap(
         {
             "CheckpointHandler.save_checkpoint": f"{SFT}:wrap_save_checkpoint",
-            "CheckpointHandler._find_latest_checkpoint": f"{SFT}:wrap_find_latest_checkpoint",
+            "CheckpointHandler._determine_resume_path": f"{SFT}:wrap_determine_resume_path",
         }
     ),
     "verl.utils.distributed": wrap(
@@ -83,10 +75,10 @@ PATCHES: dict[str, Patch] = {
         within=["verl"],
     ),
     "verl.utils.tracking": wrap({"Tracking.log": f"{DRIVER}:wrap_log"}),
-    "verl.workers.engine.fsdp.transformer_impl": _save,
+    "verl.workers.engine.fsdp.transformer_impl": _save("FSDPCheckpointManager", FSDP),
     "verl.workers.engine.fsdp.fsdp_turbo_impl": _turbo,
-    "verl.workers.engine.megatron.transformer_impl": _save_megatron,
-    "verl.workers.engine.veomni.transformer_impl": _save,
+    "verl.workers.engine.megatron.transformer_impl": _save("MegatronCheckpointManager", MEGATRON),
+    "verl.workers.engine.veomni.transformer_impl": _save("FSDPCheckpointManager", FSDP),
     "verl.experimental.fully_async_policy": _fully_async,
     "verl.trainer.constants_ppo": wrap(
         {"get_ppo_ray_runtime_env": f"{DRIVER}:wrap_get_ppo_ray_runtime_env"}, within=["verl"]
@@ -94,11 +86,15 @@ PATCHES: dict[str, Patch] = {
     "verl.workers.engine_workers": _workers,
     # its fit waits for saves by itself
     "verl.trainer.ppo.ray_trainer": wrap(
-        {"RayPPOTrainer._save_checkpoint": f"{DRIVER}:wrap_save_checkpoint"}
+        {
+            "RayPPOTrainer._save_checkpoint": f"{DRIVER}:wrap_save_checkpoint",
+            "RayPPOTrainer._load_checkpoint": f"{DRIVER}:wrap_load_checkpoint",
+        }
     ),
     "verl.trainer.ppo.v1.trainer_base": wrap(
         {
             "PPOTrainer._save_checkpoint": f"{DRIVER}:wrap_save_checkpoint",
+            "PPOTrainer._load_checkpoint": f"{DRIVER}:wrap_load_checkpoint",
             "PPOTrainer.fit": f"{DRIVER}:wrap_fit",
         }
     ),

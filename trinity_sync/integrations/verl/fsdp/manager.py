@@ -20,7 +20,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import (
 from trinity_sync import SaveHandle, Staged
 from trinity_sync.client.collective import broadcast_from_rank_0, lease_on_rank_0, run_on_all_ranks
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.formats.hf_files import ADAPTER, ADAPTER_CONFIG, require_same_adapter
 from trinity_sync.formats.shard_reader import require_same_model
 from trinity_sync.integrations.verl.fsdp.reshard import is_on_this_mesh, load_resharded
@@ -119,8 +119,8 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         Args:
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
             global_step: training step, the N of the path.
-            max_ckpt_to_keep: number of checkpoints to keep once this one is committed; None and 0
-                keep all. The save's flow deletes older ones, after the commit.
+            max_ckpt_to_keep: number of checkpoints to keep once this one is committed; None, 0
+                and below keep all. The save's flow deletes older ones, after the commit.
             save_as_hf: also write the model in Hugging Face format, whatever the contents. The
                 save's flow does so, from the shards, after the commit.
             hdfs_path: not used; veRL's engine passes it.
@@ -161,7 +161,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
                 global_step,
                 role,
             )
-        keep = max_ckpt_to_keep or 0
+        keep = max(max_ckpt_to_keep or 0, 0)
         staged = self._stage(
             coordinator, role, global_step, "checkpoint", states, keep=keep, export=export
         )
@@ -461,7 +461,10 @@ class TrainerCheckpointManager(CommitsDriverFiles, FSDPCheckpointManager):  # ty
 
     def prewarm(self, root: Path, role: str) -> None:
         """Touch the memory of a role's first save beside the training; every rank calls it."""
-        self._get_coordinator(root).prewarm(list_sizes(self), role=role)
+        try:
+            self._get_coordinator(root).prewarm(list_sizes(self), role=role)
+        except TrinitySyncError as error:
+            logger.warning("Saves will be slow, or fail: %s", error)
 
 
 def list_sizes(manager: FSDPCheckpointManager) -> dict[str, Any]:
