@@ -299,7 +299,7 @@ def _claim_number(root: Path, remote: Remote, manifest: Manifest) -> None:
     number, step = manifest.run, manifest.step
     run = next((run for run in list_runs(root) if run.number == number), Run(number, "", 0))
     theirs = remote.create_run(run)
-    if theirs is None or theirs.key != run.key:  # what it has left out may be known since
+    if theirs is None or theirs.key not in (run.key, manifest.run_key):  # a fetched run has another
         raise SupersededError(
             f"step {step} of run {number} in {root} is not replicated: run {number} at "
             f"{remote.url} belongs to another training. Stop one of the two, and restart the "

@@ -22,6 +22,7 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import step_folder
+from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import NOT_OURS, prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.required import replicate_and_record, replicate_missing
@@ -209,6 +210,18 @@ def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused
             replicate(saves.root, first.url, 2)
     there = Remote(first.url).read_step(2)
     assert (there.state, there.manifest) == ("valid", read_manifest(new.root, 2))
+
+
+def test_a_step_that_was_pulled_from_the_required_remote_is_known_to_be_there(
+    machine: Make,
+) -> None:
+    first, second = machine("first"), machine("second")
+    first.train("one", 1, 2)
+    fetch(first.url, 2, second.folder / "ckpts")
+    saves = second.train("two", 3)
+    assert replicate(saves.root, first.url, 2).uploaded == 0
+    replicate_missing(saves.root, first.url)
+    assert is_replicated(saves.root, read_manifest(saves.root, 2))
 
 
 def test_a_run_whose_record_has_changed_since_its_first_step_is_the_same_training(
