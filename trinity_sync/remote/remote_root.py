@@ -110,6 +110,8 @@ def parse_protocol(url: str) -> str:
         raise ConfigError(
             f"{url!r} is not the URL of a folder; pass one like s3://bucket/job or file:///copies"
         )
+    if protocol not in LOCAL and "//" in where.rstrip("/"):  # stores write there and list nothing
+        raise ConfigError(f"{url!r} has an empty name between two slashes; remove one of them")
     if protocol in LOCAL and not where.startswith(("/", "~/")):
         raise ConfigError(
             f"{url!r} has no full path, so each process would look in a folder of its own; pass "

@@ -64,6 +64,7 @@ def test_a_coordinator_writes_the_settings_that_it_is_given(root: Path, settings
         ({"keep_quarantine": "last=2,best=1:reward:max"}, "folders in quarantine have no metrics"),
         ({"remote": "s3://me:secret@bucket/job"}, "contains a user, a password"),
         ({"remote": "/copies/job"}, "is not the URL of a folder"),
+        ({"remote": "s3://bucket//{job}"}, "an empty name between two slashes"),
         ({"remote": "file://copies/job"}, r"no full path.*file:///copies/job"),
         ({"remote": "file://localhost/copies/job"}, "with three slashes"),
         ({"remote": "local://./copies/job"}, r"pass one like local:///copies/job"),
