@@ -116,8 +116,7 @@ def commit(
         earlier = _read_earlier(save)
         ours = earlier if earlier and earlier.run == save.run else None
         committed = {record.path: record for record in ours.files} if ours else {}
-        roles = {file.record.role for file in written}
-        is_retry = ours is not None and ours.has_kind(save.kind, roles)
+        is_retry = bool(ours and ours.has_kind(save.kind, {file.record.role for file in written}))
         if not is_retry:  # which was complete
             _check_complete(save, written, statuses)
         if ours:
@@ -153,9 +152,8 @@ def commit(
         except OSError as error:
             logger.warning("%s is committed; cannot add it to the log of saves: %s", save, error)
         clear_displaced_step(save.root, save.step, keep=manifest.nbytes if recycle else 0)
-        if replaced:
-            for kind in replaced.list_lost(manifest.kinds):  # a sync in a checkpoint's place
-                repair_latest_pointer(save.root, kind)
+        for kind in replaced.list_lost(manifest.kinds) if replaced else ():
+            repair_latest_pointer(save.root, kind)  # of a checkpoint that a sync has replaced
         _remove_other_attempts(save, written)
     fresh = tuple(record for record in manifest.files if record.path not in committed)
     for problem in replace(manifest, files=fresh).alarms:
