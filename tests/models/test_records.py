@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import datetime
 from math import isfinite
 from pathlib import Path
@@ -82,9 +82,8 @@ def records(job: Job) -> Iterator[dict[str, Kind]]:
     manifest = job.commit(1)
     (note,) = job.spool.folder.glob("*.kept")
     (ticket,) = job.spool.folder.glob("*.ticket")
-    write_status(
-        job.spool, FunctionStatus("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",))
-    )
+    status = FunctionStatus("f", 1, 2, "checkpoint", 0, "1/1", "finished", files=("a",))
+    write_status(job.spool, replace(status, run_key=job.key_of(1)))
     pin(root, 1, "the best")
     tag(root, 1, "good")
     write_metrics(root, 1, 1, {"reward": 0.5})
