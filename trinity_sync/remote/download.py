@@ -136,21 +136,16 @@ def _is_committed_here(root: Path, manifest: Manifest, replace: bool) -> bool:
     revalidate_folder(root)  # another node may have downloaded it
     if not folder.exists():
         return False
+    number = read_run_number(root, manifest.step)
     try:
         here = require_committed(root, manifest.step)
         if read_manifest(root, manifest.step) == manifest == here:
             return True
         if here.removed and here == manifest.keep_weights():
             return False  # retention has removed the rest
-        why, replaceable = (
-            "is not the step of the remote",
-            read_run_number(root, manifest.step) < manifest.run,
-        )
+        why, replaceable = "is not the step of the remote", number < manifest.run
     except CommitError as error:
-        why, replaceable = (
-            f"cannot be used: {error}",
-            read_run_number(root, manifest.step) <= manifest.run,
-        )
+        why, replaceable = f"cannot be used: {error}", number <= manifest.run
     if replace and replaceable:
         return False
     raise CommitError(f"{folder} exists already and {why}. Move it away, or choose another root.")

@@ -16,7 +16,7 @@ step that both upload at the same time; a resume then uses the step before (`fet
 import logging
 from pathlib import Path
 
-from trinity_sync.errors import CorruptedCopyError, RemoteError, TrinitySyncError
+from trinity_sync.errors import CommitError, CorruptedCopyError, RemoteError, TrinitySyncError
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.remote_root import Remote
@@ -27,7 +27,7 @@ from trinity_sync.remote.upload import (
     replicate,
     sending_lock,
 )
-from trinity_sync.snapshot.identity import open_identity
+from trinity_sync.snapshot.identity import is_of_other_run, open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.job_settings import (
     needs_replication,
@@ -48,7 +48,7 @@ def init_required_remote(root: Path, url: str) -> Manifest | None:
     Raises:
         RemoteError: the remote cannot be read and written.
         ConfigError: another job's steps are there.
-        CommitError: the root has another step of the same number.
+        CommitError: the root has another step of the same number, or another run.
         FormatError: another release has begun a run or sent a newer step there.
     """
     remote = Remote(url)
@@ -76,6 +76,11 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
         if not manifest.serves("checkpoint"):
             continue
         here = find_newest(root)
+        if here and here.run == manifest.run and is_of_other_run(here, manifest):
+            raise CommitError(
+                f"run {here.run} in {root} is another training than run {here.run} at {remote.url}."
+                " Start in a new root to continue that one, or use another remote for this one"
+            )
         if here and (here.run, here.step) >= (manifest.run, manifest.step):
             return None
         try:

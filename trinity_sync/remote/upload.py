@@ -302,8 +302,7 @@ def _claim_number(root: Path, remote: Remote, manifest: Manifest) -> None:
     if theirs is None or theirs.key not in (run.key, manifest.run_key):  # a fetched run has another
         raise SupersededError(
             f"step {step} of run {number} in {root} is not replicated: run {number} at "
-            f"{remote.url} belongs to another training. Stop one of the two, and restart the "
-            "other, which resumes from the newest step there."
+            f"{remote.url} belongs to another training. Stop one of the two."
         )
     if later := find_superseding_run(remote.list_runs(), number, step):
         raise SupersededError(

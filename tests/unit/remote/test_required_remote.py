@@ -19,7 +19,13 @@ from s3fs import S3FileSystem
 from tests.support.command import invoke
 from tests.support.job import Job, Noted
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.errors import ConfigError, RemoteError, SaveFailedError, SupersededError
+from trinity_sync.errors import (
+    CommitError,
+    ConfigError,
+    RemoteError,
+    SaveFailedError,
+    SupersededError,
+)
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import step_folder
 from trinity_sync.remote.download import fetch
@@ -210,6 +216,23 @@ def test_of_two_trainings_that_write_to_one_remote_the_superseded_one_is_refused
             replicate(saves.root, first.url, 2)
     there = Remote(first.url).read_step(2)
     assert (there.state, there.manifest) == ("valid", read_manifest(new.root, 2))
+
+
+def test_a_training_that_the_remote_has_refused_is_not_resumed_from_steps_of_its_own(
+    machine: Make,
+) -> None:
+    first, second, third = machine("first"), machine("second"), machine("third")
+    first.train("one", 1)
+    new, other = second.start("two"), third.start("three")
+    second.commit(new, 2)
+    for step in (2, 3):
+        third.commit(other, step, sent=False)
+    other.close()
+    with pytest.raises(CommitError, match=r"run 2 in .*third.* is another training than run 2 at"):
+        third.start("again")
+    second.train("two again", 3)
+    assert third.start("later").latest_step() == 3
+    assert find_newest(third.folder / "ckpts").run == 3
 
 
 def test_a_step_that_was_pulled_from_the_required_remote_is_known_to_be_there(
