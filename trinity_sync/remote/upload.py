@@ -148,8 +148,8 @@ def _find_unchanged(
         before = max((each for each in steps_on_disk(root) if each < step), default=None)
         here = before is not None and read_manifest(root, before)
         if here and not wanted.isdisjoint(record.digest for record in here.files):
-            there = remote.read_manifest(here.step)
-            files = there.files if there else ()
+            there = remote.read_step(here.step)
+            files = there.manifest.files if there.manifest and there.state == "valid" else ()
             return {each.digest: (here.step, each.path) for each in files if each.digest in wanted}
     return {}
 

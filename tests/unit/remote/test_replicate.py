@@ -221,6 +221,13 @@ def test_a_file_that_is_corrupted_in_the_remote_is_sent_again(job: Job, url: str
     require_equal(url, read_manifest(job.root, 2))
 
 
+def test_a_file_that_is_truncated_in_the_remote_is_sent_again(job: Job, any_url: str) -> None:
+    replicate_frozen(job, any_url, 1)
+    Remote(any_url).write_file(1, file_of(1), b"short")
+    assert replicate_frozen(job, any_url, 2) == 0
+    require_equal(any_url, read_manifest(job.root, 2))
+
+
 def test_a_file_that_differs_now_is_not_written_into_the_one_that_it_equaled(
     job: Job, any_url: str
 ) -> None:
