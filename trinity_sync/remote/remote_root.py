@@ -31,7 +31,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError
+from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import link_or_copy, make_folder, replace_file, sync_file, sync_folder
 from trinity_sync.fs.direct_io import DIGEST
 from trinity_sync.fs.locks import create_file
@@ -197,6 +197,8 @@ class Remote:
             FormatError: another release has sent a step.
         """
         steps = self.list_steps()
+        for step in (each.step for each in steps if each.state == "corrupted"):
+            warn_once(f"leaving out step {step}: see trinity-sync verify {self.url} {step}")
         found = [each.manifest for each in steps if each.manifest]
         left_out = {each.step for each in steps if each.state != "valid"}
         left_out |= find_superseded_steps(found, self.list_runs()).keys()
@@ -229,12 +231,11 @@ class Remote:
 
     def remove_others(self, manifest: Manifest) -> None:
         """Remove what another commit of a step has left there; it must have no manifest by now."""
-        named = {record.path for record in manifest.files}
         found = self.list_file_sizes(manifest.step)
         if MANIFEST in found:  # which a read has just not found
             raise RemoteError(f"{self.url} commits step {manifest.step} only now; retry")
-        for path in found:
-            if path not in named and not path.startswith(f"{UPLOADED}/"):
+        for path in found.keys() - {record.path for record in manifest.files}:
+            if not path.startswith(f"{UPLOADED}/"):
                 with self._translate_errors(f"remove {path} of step {manifest.step} from"):
                     self._fs.rm_file(self._path(manifest.step, path))
 

@@ -346,6 +346,9 @@ def test_a_corrupted_copy_is_skipped_for_the_step_before(
     Remote(first.url).write_file(2, SHARD, bytes(len(whole)))
     assert machine("second").start("two").latest_step() == 1
     assert "using the step before" in caplog.text
+    (Remote(first.url).folder / "global_step_2" / SHARD).unlink()  # as by a rule of the bucket
+    assert machine("third").start("two").latest_step() == 1
+    assert f"leaving out step 2: see trinity-sync verify {first.url} 2" in caplog.text
 
 
 def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
