@@ -37,7 +37,7 @@ import torch
 from torch.distributed.tensor import DTensor  # which also registers it as safe
 from torch.overrides import TorchFunctionMode
 
-from trinity_sync.errors import CommitError, ImageError
+from trinity_sync.errors import CommitError, ImageError, describe_error
 from trinity_sync.fs.atomic import TRUSTED, is_trusted, open_no_follow
 from trinity_sync.tensors.archive import list_storages, locate_storages, open_image
 from trinity_sync.tensors.memcpy import exceeds_storage
@@ -117,11 +117,17 @@ def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
     is for messages.
 
     Raises:
-        CommitError: the file is not trusted, and holds more than tensors and plain values.
+        CommitError: an object cannot be made, or a file that is not trusted holds one.
         ImageError: as `deserialize`.
     """
     if trusted and not is_plain_forced():
-        return deserialize(image)
+        try:
+            return deserialize(image)
+        except (ImportError, AttributeError, TypeError) as error:
+            raise CommitError(
+                f"{path} holds an object that cannot be made here ({describe_error(error)}). Make "
+                "its class importable as at the save, or load other components (only=['model'])"
+            ) from error
     with _restrict_to_plain(path):
         return deserialize(image, plain=True)
 

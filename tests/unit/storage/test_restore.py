@@ -23,7 +23,7 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import KEPT_SUFFIX, read_cached_file
-from trinity_sync.storage.restore import RestoredShard, load_shards, load_states
+from trinity_sync.storage.restore import RestoredShard, fill_states, load_shards, load_states
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
@@ -184,6 +184,30 @@ def test_a_file_that_was_altered_is_refused_with_a_way_out(
     alter(job.root / "global_step_1" / SHARD)
     with pytest.raises(CommitError, match=told):
         load_shard(job.root, 1, SHARD)
+
+
+class Moved:
+    """Its class is somewhere else, or has other arguments, by the time that it is loaded."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return __import__ if self.how == "no_such_module" else getattr, (self.how, "gone")
+
+
+@pytest.mark.parametrize("how", ["no_such_module", "a text"])
+def test_an_object_whose_class_is_gone_is_named_with_its_file_and_spares_the_others(
+    job: Job, how: str
+) -> None:
+    manifest = job.commit_states(1, {"model": state(1), "extra_state": {"data": Moved(how)}})
+    match = r"extra_state_world_size_1_rank_0.pt holds an object .*(no_such_module|'gone').*only="
+    for spool in (job.spool, None):
+        with pytest.raises(CommitError, match=match):
+            load_states(job.root, 1, "actor", spool=spool)
+    with pytest.raises(CommitError, match=match):
+        fill_states(job.root, manifest, "actor", {"extra_state": {"data": 0}})
+    assert [*load_states(job.root, 1, "actor", only=["model"])] == ["model"]
 
 
 def test_a_step_a_file_or_a_role_that_is_not_committed_is_refused(job: Job) -> None:
