@@ -266,10 +266,12 @@ def map_plain_names(names: Iterable[str]) -> dict[str, str]:
     ``DataParallel`` where all names begin with their ``module``.
 
     Raises:
-        ValueError: two names are one in the plain model; the message names them.
+        ValueError: a name is no text, or two are one in the plain model; the message names them.
     """
     plain: dict[str, str] = {}
     for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is no name of a parameter")
         if (first := plain.setdefault(unwrap_name(name), name)) != name:
             raise ValueError(f"{first} and {name} are one parameter of the plain model")
     while plain and all(name.startswith("module.") for name in plain):

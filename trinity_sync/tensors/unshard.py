@@ -385,8 +385,6 @@ def _get_chunk(rank: int, name: str, value: torch.Tensor) -> TensorChunk | None:
     """Return what the image holds of a tensor; None if nothing, or what another image has too."""
     local, box = value, make_whole_box(value.shape)
     if isinstance(value, DTensor):
-        if value.device_mesh.get_coordinate() is None:
-            raise WeightSyncError(f"rank {rank} holds {name} but is not in its device mesh")
         try:
             own = compute_own_box(value)
         except ValueError as error:
@@ -430,12 +428,14 @@ def copy_value(value: Any, images: Sequence[torch.Tensor]) -> Any:
         return {key: copy_value(each, images) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(copy_value(each, images) for each in value)
-    is_tensor = isinstance(value, torch.Tensor | Unread)
-    if is_tensor and (form := describe_form(value)):
-        raise WeightSyncError(f"is {form}, which is not read; load the step, and load_state_dict")
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | Unread):
         return value
-    chunks = filter(None, [_get_chunk(0, "a tensor", value)])
+    form = describe_form(value)
+    chunks = [*filter(None, [None if form else _get_chunk(0, "a tensor", value)])]
+    if not form and sum(prod(chunk.sizes) for chunk in chunks) != value.numel():
+        form = "a DTensor of several ranks"
+    if form:
+        raise WeightSyncError(f"is {form}, which is not read; load the step, and load_state_dict")
     full = FullTensor((), value.dtype, tuple(value.shape), tuple(chunks), value.dtype)
     return combine_tensor(full, images)
 

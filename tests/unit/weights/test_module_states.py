@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.job import Job
 from trinity_sync.client.checkpoints import Checkpoints
 from trinity_sync.errors import ConfigError, WeightSyncError
@@ -254,3 +255,17 @@ def test_extra_state_of_a_version_that_a_module_has_not_is_refused(job: Job) -> 
     save(job, 2, nn.Linear(4, 4).state_dict())
     with pytest.raises(WeightSyncError, match="_extra_state is not in the version"):
         Checkpoints(job.root).load_into(2, InTensor())
+
+
+def test_extra_state_of_which_each_rank_has_a_part_is_refused(job: Job) -> None:
+    job.world_size = 2
+    for rank in range(2):
+        shard = make_dtensor(torch.ones(3), make_mesh("cpu", rank, 2), torch.Size([6]))
+        job.stage(
+            1, {"model": Scaled().state_dict() | {"_extra_state": {"scale": shard}}}, rank=rank
+        )
+    job.commit(1, "model")
+    before = (target := Scaled()).scale.clone()
+    with pytest.raises(WeightSyncError, match=r"_extra_state is a DTensor of several ranks"):
+        Checkpoints(job.root).load_into(1, target)
+    assert torch.equal(target.scale, before)

@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.dying import end_of
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
@@ -146,6 +147,22 @@ def test_names_that_are_one_in_the_plain_model_are_refused(
     publish(1, {"0.weight": torch.ones(2), "_orig_mod.0.weight": torch.ones(3)})
     with pytest.raises(WeightSyncError, match=r"0\.weight and _orig_mod\.0\.weight are one"):
         reader.load_into({"0.weight": torch.ones(2)})
+    publish(2, {7: torch.ones(2)})
+    with pytest.raises(WeightSyncError, match=r"7 is no name of a parameter"):
+        reader.load_into({"0.weight": torch.ones(2)})
+
+
+def test_a_tensor_on_a_part_of_the_ranks_is_read_from_theirs(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    """DTensors of a rank outside of their mesh have no part of them."""
+    whole = torch.arange(12.0).reshape(6, 2)
+    parts = whole[:3].clone(), whole[3:].clone(), torch.empty(0, 2)
+    of_two = [make_dtensor(p, make_mesh("cpu", n, 2), whole.shape) for n, p in enumerate(parts)]
+    job.world_size = 3
+    versions.tell(upload(job, 1, *({"w": each, "norm": torch.ones(2)} for each in of_two)))
+    reader.load_into(target := {"w": torch.zeros(6, 2), "norm": torch.zeros(2)})
+    assert torch.equal(target["w"], whole)
 
 
 @pytest.mark.parametrize("source", ["memory", "checkpoint"])
