@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
@@ -56,9 +56,8 @@ class TrinitySyncCheckpointManager(CheckpointManager):
         """Settings of TorchTitan's `CheckpointManager`, which build this manager."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **components: Any) -> None:
-        given: Any = config
         # TorchTitan waits for nothing between saves then, and deletes nothing
-        given = dataclasses.replace(given, async_mode="disabled", keep_latest_k=0)
+        given = dataclasses.replace(cast(Any, config), async_mode="disabled", keep_latest_k=0)
         super().__init__(given, base_folder=base_folder, **components)
         if not self.enable:
             return
@@ -80,6 +79,8 @@ class TrinitySyncCheckpointManager(CheckpointManager):
             self.folder
         )
         self._saver = DcpSaver(self._saves, role=self._saves.roles[0])
+        if self.load_only:
+            return  # no memory for saves
         states = *components["model_parts"], *(components["optimizers"] or ())
         try:
             self._saves.prewarm({"dcp": sum(map(estimate_nbytes, states))}, role=self._saver.role)

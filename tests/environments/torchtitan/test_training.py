@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.conftest import environment
+from tests.support.job import mapped_nbytes
 from tests.support.states import differences
 from tests.support.waiting import until
 from trinity_sync.errors import ConfigError
-from trinity_sync.layout import step_folder
+from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.manifest import read_manifest
 from trinity_sync.storage.runs import list_runs
@@ -132,6 +133,37 @@ def test_another_mesh_goes_on_as_with_torchtitans_own_manager(
     assert differences(*map(read, ended)) == []
 
 
+def test_a_step_that_is_only_loaded_trains_on_without_a_run_or_a_save(
+    folder: Path, reference: dict[int, str], resumed: dict[int, str]
+) -> None:
+    options = ["--checkpoint.load-only", "--checkpoint.load-step", "10"]
+    runs = list_runs(folder / "ours")
+    only = train(folder, "--checkpoint.folder", "ours", *OURS, *options)
+    assert only == {step: reference[step] for step in (11, 12)}
+    assert list_runs(folder / "ours") == runs
+
+
+def test_a_training_from_hugging_face_weights_ends_with_a_model_alone_as_by_torchtitan_itself(
+    folder: Path, stack: StackState
+) -> None:
+    """As fine-tuning does: TorchTitan's defaults, in which the last step has no optimizer."""
+    whole = ["--checkpoint.last-save-model-only", "--training.steps", "3"]
+    train(folder, *whole, "--checkpoint.folder", "hf", "--checkpoint.last-save-in-hf")
+    options = [*whole, "--checkpoint.export-dtype", "bfloat16", "--checkpoint.initial-load-in-hf"]
+    options += ["--checkpoint.initial-load-path", str(folder / "hf" / "step-3")]
+    options += ["--checkpoint.enable-first-step-checkpoint"]
+    pinned = ["--checkpoint.async-mode", "async_with_pinned_mem"]
+    plain, ours = (
+        train(folder, *options, *more, "--checkpoint.folder", name)
+        for name, more in {"plain-tuned": [], "ours-tuned": [*OURS, *pinned]}.items()
+    )
+    assert ours == plain
+    assert steps_on_disk(folder / "ours-tuned") == [1, 2, 3]
+    for step in (1, 2, 3):
+        saved = read(step_folder(folder / "ours-tuned", step) / "actor")
+        assert differences(read(folder / "plain-tuned" / f"step-{step}"), saved) == []
+
+
 EXPERTS = ["--parallelism.expert-parallel-degree", "2"]
 
 
@@ -232,6 +264,16 @@ def test_steps_of_torchtitan_itself_in_the_same_folder_are_refused(
     (tmp_path / "ckpts" / "step-30" / ".metadata").touch()
     with pytest.raises(ConfigError, match=r"up to step-30; set another checkpoint.folder, and"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize("load_only", [False, True])
+def test_memory_for_saves_is_touched_unless_nothing_is_saved(
+    tmp_path: Path, group: None, load_only: bool
+) -> None:
+    manager = build(tmp_path, load_only=load_only)
+    manager._saves._stager.memory.run(looks=False)
+    assert bool(mapped_nbytes(manager._saves.spool.slot("actor", "dcp", 0, 0))) != load_only
+    manager.close()
 
 
 def test_a_last_step_in_hugging_face_format_is_refused(tmp_path: Path, group: None) -> None:
