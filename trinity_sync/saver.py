@@ -46,7 +46,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
     warn_once,
 )
-from trinity_sync.fs.atomic import list_paths, replace_file
+from trinity_sync.fs.atomic import list_paths, read_file, replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.pipeline.order import SaverDriver
 from trinity_sync.pipeline.pending import find_pending_saves
@@ -393,7 +393,7 @@ class Saver:
         found = {}
         for path in list_paths(job.folder, f"*{BEGUN}"):
             try:
-                content = path.read_bytes()
+                content = read_file(path)
                 request = SaveRequest.model_validate_json(content)
                 save = self._find_save(job, request, content.count(b"\n"))
                 if read_status(request, save.over)[0] in FAILURES:
@@ -414,7 +414,7 @@ class Saver:
         with self._lock:
             wanted = [each for each in wanted if each.key not in self._failed]
         with suppress(OSError, PrefectApiError):  # the trainer will name another one
-            if (job.folder / SERVER).read_text() == self._requests.api.find_server().identity:
+            if read_file(job.folder / SERVER).decode() == self._requests.api.find_server().identity:
                 self._requests.want(job.folder, wanted)
 
     def _refuse(self, request: SaveRequest, over: Entry) -> None:

@@ -28,6 +28,7 @@ from trinity_sync.errors import (
     SpoolError,
     TrinitySyncError,
 )
+from trinity_sync.fs.atomic import read_file
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import PendingSave, end_images
@@ -354,7 +355,7 @@ class CommitWatcher:
         """Return why the saver does not see the root, empty if it does; log it once."""
         why = ""
         with suppress(OSError):
-            why = f"{self._spool.away.read_text()} "
+            why = f"{read_file(self._spool.away).decode()} "
         if why not in ("", self._away):
             logger.warning("Saves in %s wait: %s", self._spool.folder, why)
         self._away = why

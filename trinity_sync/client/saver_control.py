@@ -49,7 +49,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
     warn_once,
 )
-from trinity_sync.fs.atomic import list_paths, make_folder, replace_file
+from trinity_sync.fs.atomic import list_paths, make_folder, read_file, replace_file
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.process import read_umask
 from trinity_sync.layout import ROOT_FORMAT, SPOOL_FORMAT, parse_number
@@ -136,7 +136,7 @@ class SaverControl:
                 self._name, self._started = name, None
         with suppress(OSError):  # it has no images, or shared memory is full: nothing is staged
             served = f"{how} {self._name}"
-            if not path.exists() or path.read_bytes() != served.encode():
+            if not path.exists() or read_file(path) != served.encode():
                 replace_file(path, served, sync=False)
         with self._lock:
             if self._started is not None and self._started.poll() is not None:
@@ -355,7 +355,7 @@ class SaveTrigger:
         """Have the saver serve a job, or leave it to the stack, and name the stack's server."""
         with suppress(OSError):  # the folder is gone, or shared memory is full
             path = self._settings.spool / job / SERVER
-            if not path.exists() or path.read_text() != self._server:
+            if not path.exists() or read_file(path) != self._server.encode():
                 replace_file(path, self._server, sync=False)
         if self._after_s is not None:
             how: Serving = min(self._after_s, self._hurry_s) if self._after_s else "alone"
@@ -421,7 +421,7 @@ class SaveTrigger:
         """Log why flow runs of saves cannot be requested, as the saver says in a job's folder."""
         why = ""
         with suppress(OSError):
-            why = (folder / UNREQUESTED).read_text()
+            why = read_file(folder / UNREQUESTED).decode()
         if why and why != self._unrequested:
             logger.warning("Saves in %s have no flow run, retrying the request: %s", folder, why)
         self._unrequested = why
@@ -449,7 +449,7 @@ class SaveTrigger:
             own = [image for image in sealed if save.owns(image.ticket)]
             with suppress(OSError, TrinitySyncError):
                 if (failed := [image for image in own if image.failed]) and not has_begun:
-                    found[request.key] = failure_path(failed[0].slot).read_text()
+                    found[request.key] = read_file(failure_path(failed[0].slot)).decode()
                     continue
                 if own or is_on_several_nodes(save):
                     continue
@@ -549,7 +549,7 @@ def read_served(folder: Path, name: str) -> Serving | None:
 def find_saver(folder: Path) -> tuple[Serving, str]:
     """Return how a job is served, as `read_served`, and by which saver; empty for none."""
     try:
-        how, _, name = (folder / SERVED).read_text().partition(" ")
+        how, _, name = read_file(folder / SERVED).decode().partition(" ")
         return "alone" if how == "alone" else float(how), name
     except FileNotFoundError:
         pass

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from trinity_sync.errors import (
     CommitError,
     FormatError,
@@ -21,6 +19,7 @@ from trinity_sync.errors import (
     TrinitySyncError,
     warn_once,
 )
+from trinity_sync.fs.atomic import read_file
 from trinity_sync.layout import Kind
 from trinity_sync.saves.journal import append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
@@ -128,10 +127,10 @@ def _list_waiting(
     for path in list_requests(job):
         try:
             age_s = _measure_age(now, path.stat().st_mtime)
-            yield SaveRequest.model_validate_json(path.read_bytes()), [], path, age_s
+            yield SaveRequest.model_validate_json(read_file(path)), [], path, age_s
         except FileNotFoundError:
             continue  # it has just ended
-        except (ValidationError, FormatError) as error:
+        except (ValueError, FormatError) as error:
             warn_once(f"cannot read the request {path}: {error}")
 
 

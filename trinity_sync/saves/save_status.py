@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from trinity_sync.errors import LockTimeoutError, TrinitySyncError, warn_once
-from trinity_sync.fs.atomic import ReadOnChange
+from trinity_sync.fs.atomic import ReadOnChange, read_file
 from trinity_sync.layout import MANIFEST, SERVES_AS
 from trinity_sync.saves.journal import Entry
 from trinity_sync.saves.save_request import SaveRequest
@@ -226,7 +226,7 @@ def _why_failed(images: Sequence[SealedImage]) -> str:
     reasons = []
     for sealed in images:
         try:
-            reasons.append(failure_path(sealed.slot).read_text())
+            reasons.append(read_file(failure_path(sealed.slot)).decode())
         except OSError:
             reasons.append(f"{sealed.ticket.what} was evicted")
     return "; ".join(reasons)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_sync.errors import TicketError
-from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.atomic import read_file, replace_file
 from trinity_sync.fs.locks import LockFile, lock_file
 from trinity_sync.fs.records import (
     Count,
@@ -127,17 +127,14 @@ def read_ticket(slot: Path) -> Ticket | None:
     """Return the ticket of ``slot``, or None if the slot is free.
 
     Raises:
-        TicketError: the ticket is torn or edited, or a folder.
+        TicketError: the ticket is torn or edited, or no file.
     """
-    path = ticket_path(slot)
+    path, content = ticket_path(slot), b""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
+        ticket = decode_record(Ticket, content, path)
     except FileNotFoundError:
         return None
-    except IsADirectoryError:
-        raise _invalid(path, "is a folder", b"") from None
-    try:
-        ticket = decode_record(Ticket, content, path)
     except ValueError as error:
         raise _invalid(path, f"is torn or edited ({error})", content) from error
     if not is_below(ticket.path) or not is_path(ticket.root):

@@ -21,6 +21,7 @@ from trinity_sync.fs.atomic import (
     lengthen_pauses,
     list_paths,
     open_no_follow,
+    read_file,
     replace_file,
 )
 from trinity_sync.fs.direct_io import digest_cached_file
@@ -84,7 +85,7 @@ def read_statuses(spool: JobSpool, save: SaveId) -> Iterator[FunctionStatus]:
     """
     for path in _list_files(spool, save, "*.rank*"):
         try:
-            status = decode_record(FunctionStatus, path.read_bytes(), path)
+            status = decode_record(FunctionStatus, read_file(path), path)
             if path != _path(spool, status):
                 raise ValueError("it belongs to another save")
         except FileNotFoundError:

@@ -7,6 +7,7 @@ repaired. Before, it is told at once what the node lacks.
 import asyncio
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,26 +24,40 @@ import torch
 from tests.support.command import invoke
 from tests.support.disk import no_file_opens, no_opens_of
 from tests.support.forked import Program
-from tests.support.job import Job
+from tests.support.job import Job, find_orphaned_saves
 from tests.support.savers import await_that, end_savers, is_announced, savers_of, suspend_saver
 from tests.unit.saver.conftest import Make, Saves
 from trinity_sync import CheckpointCoordinator, Checkpoints, SaveHandle, Settings
 from trinity_sync import saver as saver_module
-from trinity_sync.client.saver_control import SERVED, name_saver
-from trinity_sync.errors import RootError, SaveError, SaveFailedError
+from trinity_sync.client.saver_control import (
+    SERVED,
+    SERVER,
+    UNREQUESTED,
+    SaveTrigger,
+    find_saver,
+    name_saver,
+)
+from trinity_sync.errors import RootError, SaveError, SaveFailedError, SpoolError
 from trinity_sync.fs.atomic import walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
 from trinity_sync.pipeline.order import is_io_error
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import commit_images, mark_images_failed
-from trinity_sync.saver import Saver
+from trinity_sync.saver import BEGUN, Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot import slot_pool
+from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage.block_reuse import WORTHWHILE
 from trinity_sync.storage.discovery import find_newest, require_committed
 from trinity_sync.storage.manifest import read_manifest
+from trinity_sync.storage.save_functions import (
+    FunctionStatus,
+    read_statuses,
+    write_request,
+    write_status,
+)
 from trinity_sync.storage.uncommitted import Persisted
 
 MODEL = {"model": {"w": torch.ones(3)}}
@@ -388,6 +403,45 @@ def test_a_failure_names_what_has_taken_the_place_of_a_record(
     call(saves, 2)
     with pytest.raises(SaveFailedError, match=str(record)):
         saves.wait_all(30)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
+def test_what_reads_a_spool_does_not_wait_for_what_is_no_file(
+    job: Job, settings: Settings, make: Callable[[Path], None]
+) -> None:
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    for step in (1, 2):
+        job.stage(step, MODEL)
+    torn, sealed = job.spool.tickets()[0]
+    write_status(job.spool, FunctionStatus("own", 1, 3, "checkpoint", 0, "1/1"))
+    write_request(job.spool, job.save(3), job.request(3).model_dump_json())
+    folder, waits = job.spool.folder, [ticket_path(torn.slot), failure_path(sealed.slot)]
+    waits += [folder / name for name in (SERVED, SERVER, UNREQUESTED, f"x{BEGUN}")]
+    for path in [*waits, job.spool.away, *job.spool.receipts.iterdir()]:
+        path.unlink(missing_ok=True)
+        make(path)
+    control, saver = SaveTrigger(settings), Saver(settings.spool, StackSettings(), settings)
+    readers: tuple[Callable[[], object], ...] = (
+        partial(find_orphaned_saves, settings.spool),
+        partial(find_saver, folder),
+        partial(control.warn_of_server, folder),
+        partial(control.find_failures, [job.request(2)], ()),
+        partial(invoke, "runs", job.root),
+        partial(saver._look_at, job.spool),
+        partial(saver._request, job.spool, ()),
+        lambda: [*read_statuses(job.spool, job.save(3))],
+    )
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for read in readers:
+            signal.alarm(30)
+            with suppress(SpoolError):
+                read()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("name", ["runs/1.json", "placements/1.actor.json"])

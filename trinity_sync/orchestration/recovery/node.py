@@ -26,7 +26,7 @@ from trinity_sync.client.saver_control import (
     name_saver,
 )
 from trinity_sync.errors import PrefectApiError, TrinitySyncError, warn_once
-from trinity_sync.fs.atomic import replace_file
+from trinity_sync.fs.atomic import read_file, replace_file
 from trinity_sync.fs.locks import try_acquire_file_lock
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.orchestration.job_registry import require_allowed
@@ -143,7 +143,7 @@ class NodeRecovery:
             job.tell_away()
         named = ""
         with suppress(OSError):  # no trainer of this release has saved there
-            named = (job.folder / SERVER).read_text()
+            named = read_file(job.folder / SERVER).decode()
         grace_s = GRACE_S if named in ("", server) else OTHERS_S
         waiting = find_pending_saves(job, grace_s=grace_s)
         try:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from trinity_sync.client.prefect_api import AT_LIMIT, FAILED, FlowRun
 from trinity_sync.client.prefect_connection import knows_server
 from trinity_sync.errors import FormatError
+from trinity_sync.fs.atomic import read_file
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.orchestration.report.facts import SaveRow, StepRow
 from trinity_sync.saves.journal import STATES_OF_RUNS, Entry, Journal
@@ -173,11 +174,11 @@ def list_saves(
     for image in spool.tickets()[0]:
         marked = "" if image.failed else None
         with suppress(OSError):  # it is not marked, or a retry has just removed that
-            marked = failure_path(image.slot).read_text()
+            marked = read_file(failure_path(image.slot)).decode()
         add(SaveRequest(**vars(image.ticket.save)), image.ticket.sealed_at, marked)
     for path in list_requests(spool):
         with suppress(OSError, ValidationError, FormatError):  # it has just ended
-            add(SaveRequest.model_validate_json(path.read_bytes()), path.stat().st_mtime)
+            add(SaveRequest.model_validate_json(read_file(path)), path.stat().st_mtime)
     for entry in journal.list_failures():
         save = entry.run, entry.step, entry.kind
         if found.get(save, (0,))[0] < entry.attempt:
