@@ -36,6 +36,8 @@ _LOCAL_LOCKS = re.compile(r"nolock|local_lock=(all|flock)|localflock|nobrl")
 """Options of NFS, Lustre and CIFS that keep locks on this node."""
 
 
+CLOCKS_DIFFER_S = 300.0
+"""Seconds by which two clocks differ that are not both right."""
 _SPARE = 1 << 30
 """Bytes, or a thirty-second, of a memory limit that images leave to the training."""
 _UNLIMITED = 1 << 60

@@ -38,7 +38,7 @@ def prune_remote(
     claim_remote(Path(root), remote)
     place = RemoteSteps(root, remote)
     steps = describe_steps(place, just_committed=just_copied)
-    return carry_out(place, plan_removals(steps, rules, read_now(place.root, steps, rules)))
+    return carry_out(place, plan_removals(steps, rules, read_now(place.root, rules)))
 
 
 class RemoteSteps:

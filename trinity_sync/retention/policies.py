@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.fs.file_system import CLOCKS_DIFFER_S
 from trinity_sync.layout import Kind
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -76,7 +77,7 @@ class Policy:
 
         ``steps`` are valid, of one type (checkpoints, or syncs), oldest first. ``now`` is in
         seconds since the epoch, or the reason why no age is known: a policy that goes by time then
-        keeps all.
+        keeps all. Such a policy also keeps what was committed later than that, and counts without.
 
         Raises:
             ConfigError: no step has the metric that a word names.
@@ -86,6 +87,10 @@ class Policy:
                 return {each.step: now for each in steps}
             now = 0.0
         kept: dict[int, str] = {}
+        if self.goes_by_time:
+            late = [each for each in steps if each.committed_at > now + CLOCKS_DIFFER_S]
+            kept = {each.step: "committed in the future" for each in late}
+            steps = [each for each in steps if each.step not in kept]
         for term in self.terms:
             for step, why in term(steps, now).items():
                 kept[step] = f"{kept[step]}; {why}" if step in kept else why

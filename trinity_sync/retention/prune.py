@@ -82,7 +82,7 @@ def plan_prune(
         ConfigError: a policy by itself keeps no step of its type, or names an unknown metric.
     """
     steps = describe_steps(RootSteps(root), just_committed=just_committed)
-    at = read_now(Path(root), steps, rules) if now is None else now
+    at = read_now(Path(root), rules) if now is None else now
     quarantine = list_prunable_quarantine(root, rules.quarantine, at)
     return replace(plan_removals(steps, rules, at), quarantine=tuple(quarantine))
 

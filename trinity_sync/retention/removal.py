@@ -14,13 +14,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError, ManifestError, warn_once
-from trinity_sync.fs.file_system import read_file_system_time
+from trinity_sync.fs.file_system import CLOCKS_DIFFER_S, read_file_system_time
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy, refuse_metrics
 from trinity_sync.snapshot.identity import read_identity
@@ -39,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 JUST_COMMITTED = "its save, just committed, removes the others"
 GONE = "it is gone"
-CLOCKS_DIFFER_S = 300.0
-"""Seconds by which two clocks differ that are not both right."""
 
 
 @dataclass(frozen=True)
@@ -86,23 +83,18 @@ class Rules:
         return cls(parse_policy(job.remote_keep if url.rstrip("/") == job.remote else "all"), ALL)
 
 
-def read_now(
-    root: Path, steps: Sequence[StepInfo], rules: Rules, clock: Callable[[], float] = time.time
-) -> float | str:
+def read_now(root: Path, rules: Rules, clock: Callable[[], float] = time.time) -> float | str:
     """Return the time in seconds since the epoch; or, if a clock is wrong, why no age is known."""
     now, policies = clock(), (rules.checkpoints, rules.syncs, rules.quarantine, rules.models)
     if not any(each and each.goes_by_time for each in policies):
         return now
     apart = abs(now - read_file_system_time(root))
-    last = max(steps, key=lambda each: each.committed_at, default=None)
-    if apart > CLOCKS_DIFFER_S:
-        what = f"the clocks of this node and of the file system are {apart / 60:.0f} min apart"
-    elif last and last.committed_at > now + CLOCKS_DIFFER_S:
-        at = datetime.fromtimestamp(last.committed_at, UTC)
-        what = f"step {last.step} was committed in the future, at {at:%F %T} UTC"
-    else:
+    if apart <= CLOCKS_DIFFER_S:
         return now
-    why = f"no age is known: {what}; correct the clock that is wrong"
+    why = (
+        "no age is known: the clocks of this node and of the file system are "
+        f"{apart / 60:.0f} min apart; correct the clock that is wrong"
+    )
     warn_once(f"{root}: {why}")
     return why
 

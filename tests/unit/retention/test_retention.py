@@ -315,15 +315,17 @@ def test_a_policy_of_quarantine_counts_from_when_another_training_began(root: Pa
 
 
 @pytest.mark.parametrize("policy", ["newer=1d,last=1", "hourly=1"])
-def test_no_age_removes_anything_once_a_step_was_committed_in_the_future(
+def test_a_step_that_was_committed_in_the_future_is_kept_and_not_counted(
     root: Path, policy: str
 ) -> None:
     for step in (1, 2, 3):
-        commit_files(root, step, at=time.time() - DAY * 3 + DAY * 5 * (step == 2))
+        commit_files(root, step, at=time.time() - DAY * (4 - step) + DAY * 3650 * (step == 2))
     (quarantine_folder(root) / "20200101T000000Z").mkdir(parents=True)
+    (quarantine_folder(root) / "20990101T000000Z").mkdir()
     made = plan_prune(root, Rules(parse_policy(policy), ALL, parse_policy("newer=30d")))
-    assert (made.removed, made.quarantine) == ((), ())
-    assert {each.step: "no age is known: step 2 was " in why for each, why in made.kept}[1]
+    assert numbers(made.removed) == [1]
+    assert [Path(each).name for each in made.quarantine] == ["20200101T000000Z"]
+    assert {each.step: why for each, why in made.kept}[2] == "committed in the future"
     assert numbers(plan_prune(root, rules("last=2")).removed) == [1]
 
 
@@ -334,7 +336,7 @@ def test_no_age_removes_anything_while_this_nodes_clock_is_not_the_file_systems(
         commit_files(root, step, at=time.time() - 10 + step)
     steps, policies = describe_steps(RootSteps(root)), rules("newer=1d,last=1")
     for hours in (0, 48, -48):
-        now = read_now(root, steps, policies, lambda ahead=hours * 3600: time.time() + ahead)
+        now = read_now(root, policies, lambda ahead=hours * 3600: time.time() + ahead)
         made = plan_removals(steps, policies, now)
         assert (len(made.kept), isinstance(now, str)) == (3, hours != 0)
     assert "this node and of the file system are 2880 min apart" in caplog.text
@@ -485,14 +487,17 @@ def test_a_superseded_image_keeps_no_step(job: Job) -> None:
     assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [20]
 
 
-def test_a_step_with_a_write_in_flight_is_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hours", [1, -2], ids=["later", "by a clock that was set back"])
+def test_a_step_with_a_write_in_flight_is_kept(
+    job: Job, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
     commit(job.root, 1, 2, 3)
     (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
     spool = job.spool.folder.parent
     receipt = FunctionStatus("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
     write_status(job.spool, receipt)
     assert list(spared(prune(job.root, spool=spool))) == [1, 2]
-    monkeypatch.setattr(saves, "read_file_system_time", lambda _: time.time() + 3600)
+    monkeypatch.setattr(saves, "read_file_system_time", lambda _: time.time() + hours * 3600)
     assert numbers(prune(job.root, spool=spool).removed) == [1]
 
 
@@ -647,7 +652,7 @@ def test_the_keep_of_a_save_removes_no_step_that_the_policy_of_the_job_keeps(
 REWARDS = {6: -math.inf, 10: 0.1, 20: 0.9, 30: 0.5, 40: math.nan, 45: math.inf}
 
 
-def kept_by(policy: str, steps: list, now: float = 0.0) -> list[int]:
+def kept_by(policy: str, steps: list, now: float = 10 * DAY) -> list[int]:
     return sorted(parse_policy(policy).keeps(steps, now))
 
 
