@@ -19,6 +19,9 @@ TRIED = "TRINITY_SYNC_TRIED"
 def main() -> None:
     """Run the command, or that of the stack's environment if this one has the client only."""
     sys.path.insert(0, str(Path(__file__).parents[2]))  # before a trainer's PYTHONPATH
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:  # it is closed, as by >&-
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
     tried = os.environ.pop(TRIED, None)
     script = Path(sys.argv[0]).resolve()
     if tried != "" and script.name == "trinity-sync" and list_missing_packages():
