@@ -11,15 +11,18 @@ import torch
 from click.testing import Result
 
 from tests.support.command import invoke
+from tests.support.disk import no_opens_of
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.unit.cli.test_wait_command import flow_run, serve
 from trinity_sync import Checkpoints
 from trinity_sync.formats.hf_export import fail_export_request
+from trinity_sync.layout import step_folder
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_status import end_images
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import job_id, register_root
+from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.manifest import write_manifest
 from trinity_sync.storage.rewind import rewind
@@ -247,6 +250,23 @@ def test_a_model_that_was_not_exported_is_shown_although_its_step_is_committed(s
     write_manifest(saves.root, replace(found, failed_exports=()))  # as an export does
     failed = run(saves, "runs", saves.root, "--failed", "-o", "json")
     assert {row["step"] for row in rows_of(failed, "saves")} == {20}
+
+
+def test_saves_are_listed_while_the_files_of_a_step_cannot_be_read(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_files, "PART_FILES", 1)
+    states = {"model": {"w": torch.zeros(4)}, "optim": {"lr": 0.1}}
+    requested = replace(job.commit_states(10, states), exports={"actor": "hf_model"})
+    write_manifest(job.root, requested)
+    append(job.request(10), "failed", "its node died")
+
+    def list_saves() -> dict[int, str]:
+        return statuses(run(job, "runs", job.root, "-o", "json"), "saves")
+
+    assert list_saves() == {10: "failed"}  # the model is missing
+    with no_opens_of(next(step_folder(job.root, 10).glob("manifest-*.json"))):
+        assert list_saves() == {10: "committed"}
 
 
 def test_where_all_is_well_no_command_is_red_or_speaks_of_a_stack(

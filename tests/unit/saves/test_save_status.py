@@ -20,6 +20,7 @@ from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.formats.hf_export import fail_export_request
 from trinity_sync.saves.journal import SaveState, append, read_entry
+from trinity_sync.saves.save_status import read_status
 from trinity_sync.settings import Settings
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.job_settings import write_job_settings
@@ -133,6 +134,14 @@ def test_all_say_the_same_of_a_save(
     assert [each["message"] for each in report["failures"] if each["cause"] == "Failed"] == (
         [told] if status == "failed" else []
     )
+
+
+def test_a_save_that_has_completed_and_whose_step_was_removed_has_not_failed(job: Job) -> None:
+    """So its saver does not save it again, nor do those of other nodes call it a failure."""
+    job.stage(STEP, {"model": {"w": torch.zeros(3)}})
+    for event in (commits, worker("completed"), is_removed):
+        event(job)
+    assert read_status(job.request(STEP), read_entry(job.request(STEP))) == ("removed", "")
 
 
 def is_required(job: Job) -> None:
