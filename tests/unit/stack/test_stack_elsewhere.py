@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
@@ -336,3 +336,12 @@ def test_all_interfaces_are_no_address_that_another_machine_could_join(tmp_path:
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_SYNC_HOME", "")  # otherwise it would be the current folder
     assert Settings().home == default_home()
+
+
+@pytest.mark.parametrize("step", [local_stack._deploy, local_stack._start_worker])
+def test_up_waits_for_a_slow_server_as_long_as_it_was_told_to(
+    listening: int, tmp_path: Path, step: Callable[..., object]
+) -> None:
+    state = StackState(api_url=f"http://127.0.0.1:{listening}/api")
+    with pytest.raises(PrefectApiError, match=r"does not answer within 0\.5 s"):
+        step(Settings(home=tmp_path), StackSettings(), state, 0.5)
