@@ -156,7 +156,7 @@ class DrivenSaver(Saver):
         return super()._find_save(job, request)
 
     def _make_driver(self, request: SaveRequest) -> SteppedSave:
-        driver = SteppedSave(request, self._writing, self._spool)
+        driver = SteppedSave(request, self._stack, self._spool)
         driver.attempt, driver.before_commit = self._attempts[request.key], self._before_commit
         return driver
 

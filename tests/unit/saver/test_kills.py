@@ -117,7 +117,7 @@ class Killing(SaverDriver):
 
 class KilledSaver(Saver):
     def _make_driver(self, request: SaveRequest) -> SaverDriver:
-        return Killing(request, self._writing, self._spool, self._node)
+        return Killing(request, self._stack, self._spool, self._node)
 
 
 def live_long(spool: Path) -> None:
