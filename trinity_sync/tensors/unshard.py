@@ -431,13 +431,13 @@ def copy_value(value: Any, images: Sequence[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor | Unread):
         return value
     form = describe_form(value)
-    chunks = [*filter(None, [None if form else _get_chunk(0, "a tensor", value)])]
-    if not form and sum(prod(chunk.sizes) for chunk in chunks) != value.numel():
+    if not form and isinstance(value, torch.Tensor):
+        chunks = tuple(filter(None, [_get_chunk(0, "a tensor", value)]))
+        if sum(prod(chunk.sizes) for chunk in chunks) == value.numel():
+            full = FullTensor((), value.dtype, tuple(value.shape), chunks, value.dtype)
+            return combine_tensor(full, images)
         form = "a DTensor of several ranks"
-    if form:
-        raise WeightSyncError(f"is {form}, which is not read; load the step, and load_state_dict")
-    full = FullTensor((), value.dtype, tuple(value.shape), tuple(chunks), value.dtype)
-    return combine_tensor(full, images)
+    raise WeightSyncError(f"is {form}, which is not read; load the step, and load_state_dict")
 
 
 def view_chunk(
