@@ -158,6 +158,7 @@ def test_images_that_wait_for_long_and_torn_tickets_are_named(
     committed: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed.stage(5, {"model": {"w": torch.zeros(3)}})
+    committed.stager().memory.close()  # whose thread may map another slot
     name = f"images of {committed.spool.folder.name}"
     used = format_bytes(committed.spool.bytes_used)
     found = checks(committed)[name]
