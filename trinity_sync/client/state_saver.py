@@ -520,13 +520,14 @@ class FunctionRunner:
                 seconds = time.monotonic() - start
                 for wait_s in 1, 5, 0:
                     try:
-                        self._write_end(save, status, before, seconds)
+                        files = _list_changed(save, before)
+                        ended = replace(status, state="finished", seconds=seconds, files=files)
+                        write_status(self._spool, ended)
                         break
                     except OSError as error:
                         if not wait_s:
                             raise
-                        told = "the end of save %r of step %d: again in %d s: %s"
-                        logger.warning(told, status.name, status.step, wait_s, error)
+                        logger.warning("end of %s: again in %d s: %s", status.name, wait_s, error)
                         time.sleep(wait_s)
                 return None
         except BaseException as error:
@@ -534,17 +535,14 @@ class FunctionRunner:
                 self._write_failure(status, error)
             raise
 
-    def _write_end(
-        self, save: SaveId, status: FunctionStatus, before: Mapping[str, object], seconds: float
-    ) -> None:
-        after = _files_below(save.folder)
-        if read_run_manifest(save.root, save.run, save.step):  # of the step's sync
-            after = {name: seen for name, seen in after.items() if not is_own_file(name)}
-        changed = tuple(sorted(name for name in after if before.get(name) != after[name]))
-        write_status(self._spool, replace(status, state="finished", seconds=seconds, files=changed))
-
     def _write_failure(self, status: FunctionStatus, error: BaseException) -> None:
         write_status(self._spool, replace(status, state="failed", error=describe_error(error)))
+
+
+def _list_changed(save: SaveId, before: Mapping[str, object]) -> tuple[str, ...]:
+    after, of_sync = _files_below(save.folder), read_run_manifest(save.root, save.run, save.step)
+    changed = sorted(name for name in after if before.get(name) != after[name])
+    return tuple(name for name in changed if not (of_sync and is_own_file(name)))
 
 
 def _files_below(folder: Path) -> dict[str, tuple[int, int, int]]:

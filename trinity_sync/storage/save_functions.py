@@ -62,11 +62,7 @@ class FunctionStatus(Record):
 
 
 def write_status(spool: JobSpool, status: FunctionStatus) -> None:
-    """Write a status, in the place of an earlier one of the same call.
-
-    Raises:
-        OSError: it cannot be written, and is none of a failure.
-    """
+    """Write a status, in the place of an earlier one of the same call; only a failure always is."""
     try:
         _replace(spool, _path(spool, status), encode_record(status))
     except OSError:  # neither memory nor a descriptor is free: a torn status needs none, and fails

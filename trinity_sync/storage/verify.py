@@ -253,7 +253,9 @@ def _list_other_names(checked: Sequence[CheckedFile]) -> Iterator[CheckedFile]:
                         yield CheckedFile(file, bad.wrong, 0.0)
 
 
-def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
+def _find_corruption(
+    file: ChosenFile, on_read: Callable[[int], object], *, is_again: bool = False
+) -> str:
     folder = step_folder(file.root, file.step)
     path = folder / file.record.path
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -262,12 +264,7 @@ def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
         found = path.stat().st_size
         if found != file.record.nbytes:
             return f"has {found:,} bytes instead of {file.record.nbytes:,}"
-        try:
-            digest = digest_file(path, found, on_read)
-        except OSError as error:
-            if error.errno not in BROKEN:
-                raise
-            digest = digest_file(path, found)  # a mount or a path to the disk may have been away
+        digest = digest_file(path, found, on_read)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -276,7 +273,9 @@ def _find_corruption(file: ChosenFile, on_read: Callable[[int], object]) -> str:
                 f"{path} cannot be read here ({error.strerror}), which says nothing about the "
                 "file; repair that and verify again"
             ) from error
-        return f"cannot be read ({error.strerror})"
+        if is_again:
+            return f"cannot be read ({error.strerror})"
+        return _find_corruption(file, on_read, is_again=True)  # its disk may have been away
     if digest != file.record.digest:
         return f"has digest {digest} instead of {file.record.digest}"
     return ""
