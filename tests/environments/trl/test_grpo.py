@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from tests.environments.vllm.engines import Server, running_server
 from tests.integration.test_examples import kill_after_saves, start
@@ -80,6 +81,66 @@ def test_the_server_generates_with_each_step_of_a_training_that_is_killed_and_re
     assert len(logs) == (40 - resumed_from) / 5
     assert all(each[DIFFERENCE] < 1e-4 for each in logs)
     assert logs[-1]["reward"] > 0.5
+
+
+def test_evaluations_before_in_and_after_a_training_are_of_the_weights_of_their_step(
+    stack: StackState, tmp_path: Path, model: Path
+) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trinity_sync.integrations.huggingface import TrinitySyncCallback
+    from trinity_sync.integrations.trl import VLLMSyncMixin
+
+    class Trainer(VLLMSyncMixin, GRPOTrainer):
+        pass
+
+    prompts = Dataset.from_list([{"prompt": f"{a} {b}"} for a in "abcd" for b in "abcd"])
+    with serving(model, "trinity_sync") as server:
+        trainer = Trainer(
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            lambda completions, **_: [text.count("a") / 8 for text in completions],
+            GRPOConfig(
+                str(tmp_path / "out"),
+                use_vllm=True,
+                vllm_mode="server",
+                vllm_server_base_url=server.url,
+                max_steps=4,
+                save_steps=2,
+                eval_strategy="steps",
+                eval_steps=2,
+                logging_steps=1,
+                per_device_train_batch_size=8,
+                per_device_eval_batch_size=8,
+                num_generations=4,
+                num_iterations=2,
+                beta=0.04,
+                max_completion_length=8,
+                learning_rate=1e-3,
+                report_to=[],
+                bf16=False,
+                use_cpu=True,
+            ),
+            train_dataset=prompts,
+            eval_dataset=prompts,
+            processing_class=AutoTokenizer.from_pretrained(model),
+            callbacks=[TrinitySyncCallback(tmp_path / "ckpts")],
+        )
+        trainer.evaluate()
+        assert weight_version(server) == "0"
+        trainer.train()
+        trainer.evaluate()
+        assert weight_version(server) == "4"
+    assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
+    found = [
+        value
+        for logs in trainer.state.log_history
+        for name, value in logs.items()
+        if name.endswith(DIFFERENCE)
+    ]
+    assert found
+    assert max(found) < 1e-4
 
 
 def test_what_has_no_server_with_the_back_end_is_refused_before_training(
