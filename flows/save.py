@@ -2,7 +2,7 @@
 
 Images are persisted on the nodes whose shared memory holds them. The commit
 task starts after the results of all nodes are known: a Prefect flow can be Completed although a
-task died. The order of all parts, and of what follows the commit, is that of `pipeline.order`.
+task died. The order of all parts, and of what follows the commit, is that of `pipeline.save`.
 
 On few nodes, each component of each node has a Prefect task, which the Prefect UI shows. On many,
 so many task runs would cost the server more than anything else in the save. There, one Prefect task
@@ -45,9 +45,14 @@ from trinity_sync.orchestration.recovery.flow_runs import WAITING, try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.pipeline.order import COMMIT, NODES, PERSIST, Driver, Part, drive
 from trinity_sync.pipeline.save import (
+    COMMIT,
+    NODES,
+    PERSIST,
+    Driver,
+    Part,
     Share,
+    drive,
     export_requested_models,
     free_slots,
     list_shares,

@@ -20,8 +20,7 @@ from trinity_sync.orchestration.run_page import (
     describe_failure,
     summarize_failure,
 )
-from trinity_sync.pipeline.order import COMMIT, PERSIST, UPLOAD, Part
-from trinity_sync.pipeline.save import Share
+from trinity_sync.pipeline.save import COMMIT, PERSIST, UPLOAD, Part, Share
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.discovery import find_newest
 from trinity_sync.storage.placement import NodeShards

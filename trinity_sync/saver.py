@@ -48,8 +48,8 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import list_paths, read_file, replace_file
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.pipeline.order import SaverDriver
 from trinity_sync.pipeline.pending import find_pending_saves
+from trinity_sync.pipeline.save import SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.save_request import SaveRequest

@@ -18,8 +18,7 @@ import pytest
 from tests.support.prefect_stand_in import FlowRun, Server
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import SaverControl, SaveTrigger
-from trinity_sync.pipeline.order import PERSIST, Part, SaverDriver
-from trinity_sync.pipeline.save import Share
+from trinity_sync.pipeline.save import PERSIST, Part, SaverDriver, Share
 from trinity_sync.saver import Saver, WaitingSave
 from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest

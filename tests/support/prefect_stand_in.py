@@ -23,11 +23,13 @@ from trinity_sync.orchestration.on_node import (
     replicate_step,
 )
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
-from trinity_sync.pipeline import order
 from trinity_sync.pipeline import save as pipeline
-from trinity_sync.pipeline.order import PERSIST, Driver, Part, drive
 from trinity_sync.pipeline.save import (
+    PERSIST,
+    Driver,
+    Part,
     Share,
+    drive,
     export_requested_models,
     free_slots,
     mark_images_failed,
@@ -54,8 +56,7 @@ def without_catalog_and_pages(patch: pytest.MonkeyPatch) -> None:
     def read_hasty(root: str | Path) -> JobSettings:
         return replace(read_job_settings(root), rank_timeout_s=RANK_TIMEOUT_S)
 
-    for module in (order, pipeline):
-        patch.setattr(module, "read_job_settings", read_hasty)
+    patch.setattr(pipeline, "read_job_settings", read_hasty)
 
 
 class SteppedFlow(Driver):

@@ -29,8 +29,7 @@ from trinity_sync.orchestration.recovery.reconcile import read_unfinished_saves,
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.orchestration.run_page import describe_commit, summarize_commit
 from trinity_sync.pipeline import save as pipeline
-from trinity_sync.pipeline.order import PERSIST, Follows
-from trinity_sync.pipeline.save import Share
+from trinity_sync.pipeline.save import PERSIST, Follows, Share
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import RemovalPlan, Rules

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.client.saver_control import SaveTrigger
-from trinity_sync.pipeline.order import Part, SaverDriver
+from trinity_sync.pipeline.save import Part, SaverDriver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings

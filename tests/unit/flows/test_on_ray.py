@@ -8,8 +8,7 @@ import pytest
 from trinity_sync.errors import RemoteError, SaveError
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node import RemoteTracebackError, call
-from trinity_sync.pipeline.order import Part, is_io_error
-from trinity_sync.pipeline.save import Share
+from trinity_sync.pipeline.save import Part, Share, is_io_error
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.uncommitted import Persisted

@@ -25,8 +25,8 @@ from trinity_sync.errors import (
     StackError,
     SupersededError,
 )
-from trinity_sync.pipeline import order
-from trinity_sync.pipeline.order import COMMIT, PERSIST, Follows, Part
+from trinity_sync.pipeline import save as pipeline
+from trinity_sync.pipeline.save import COMMIT, PERSIST, Follows, Part
 from trinity_sync.saves.journal import Entry, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings, write_job_settings
@@ -115,7 +115,7 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
     async def create(**fields: str) -> None:
         pages[fields["key"]] = fields["markdown"]
 
-    monkeypatch.setattr(order, "await_node_shards", await_node_shards)
+    monkeypatch.setattr(pipeline, "await_node_shards", await_node_shards)
     monkeypatch.setattr(flows.save, "list_living_nodes", dict)
     monkeypatch.setattr(flows.save, "get_run_logger", lambda: logging.getLogger())
     monkeypatch.setattr(tasks.save, "acreate_markdown_artifact", create)
@@ -169,7 +169,7 @@ def test_a_record_that_cannot_be_read_for_a_moment_fails_no_run(
             raise error
         return read_job_settings(root)
 
-    monkeypatch.setattr(order, "read_job_settings", read)
+    monkeypatch.setattr(pipeline, "read_job_settings", read)
     asyncio.run(driver._find_nodes())
     assert [each.shards.ranks for each in driver._nodes] == [{"actor": (0,)}]
 

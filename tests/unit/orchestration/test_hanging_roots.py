@@ -34,7 +34,7 @@ from trinity_sync.orchestration.recovery.flow_runs import try_allow_eviction
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
-from trinity_sync.pipeline.order import ORDER
+from trinity_sync.pipeline.save import ORDER
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root

@@ -42,8 +42,8 @@ from trinity_sync.errors import (
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.orchestration.on_node import call, replicate_step
 from trinity_sync.orchestration.recovery.flow_runs import allow_eviction
-from trinity_sync.pipeline import order
-from trinity_sync.pipeline.order import ORDER, Driver, Part, SaverDriver, is_io_error
+from trinity_sync.pipeline import save as pipeline
+from trinity_sync.pipeline.save import ORDER, Driver, Part, SaverDriver, is_io_error
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.storage.job_settings import write_job_settings
@@ -215,7 +215,7 @@ def node(tmp_path: Path, spool_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     without_catalog_and_pages(monkeypatch)
     monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(spool_folder))
-    monkeypatch.setattr(order, "export_requested_models", made.export)
+    monkeypatch.setattr(pipeline, "export_requested_models", made.export)
     replaced = {
         "PERSIST_TASKS": {"model": tasks.save.persist},
         "commit_step": tasks.save.commit_step.fn,

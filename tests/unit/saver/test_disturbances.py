@@ -40,9 +40,8 @@ from trinity_sync.client.saver_control import (
 from trinity_sync.errors import RootError, SaveError, SaveFailedError, SpoolError
 from trinity_sync.fs.atomic import walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
-from trinity_sync.pipeline.order import is_io_error
 from trinity_sync.pipeline.pending import find_pending_saves
-from trinity_sync.pipeline.save import commit_images, mark_images_failed
+from trinity_sync.pipeline.save import commit_images, is_io_error, mark_images_failed
 from trinity_sync.saver import BEGUN, Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest

@@ -13,7 +13,7 @@ from tests.support.job import Job
 from trinity_sync import saver as saver_module
 from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
-from trinity_sync.pipeline.order import SaverDriver
+from trinity_sync.pipeline.save import SaverDriver
 from trinity_sync.saver import Saver
 from trinity_sync.saves.journal import Journal, read_entry
 from trinity_sync.saves.save_request import SaveRequest

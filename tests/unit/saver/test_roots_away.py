@@ -20,7 +20,7 @@ from trinity_sync.errors import RootAwayError, SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_record
 from trinity_sync.integrations.trainer_saves import TrainerSaves
 from trinity_sync.layout import PRIVATE_FOLDER
-from trinity_sync.pipeline.order import COMMIT
+from trinity_sync.pipeline.save import COMMIT
 from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.metrics import read_metrics

@@ -55,7 +55,7 @@ from trinity_sync.errors import SaveError, SaveFailedError
 from trinity_sync.fs.locks import LockFile, acquire_commit_lock
 from trinity_sync.fs.records import encode_record
 from trinity_sync.layout import Kind
-from trinity_sync.pipeline import order
+from trinity_sync.pipeline import save as pipeline
 from trinity_sync.saver import Saver, WaitingSave
 from trinity_sync.saves import save_status
 from trinity_sync.saves.journal import read_entry
@@ -546,7 +546,7 @@ def test_a_failure_is_told_although_shared_memory_is_full(
     def is_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(order, "await_node_shards", fail)
+    monkeypatch.setattr(pipeline, "await_node_shards", fail)
     monkeypatch.setattr(save_status, "remove_request", is_full)
     request = job.request(1)
     saver = Saver(settings.spool, StackSettings(worker={"nice": 0}))
