@@ -66,11 +66,8 @@ class Policy:
     words: tuple[str, ...]
     terms: tuple[Term, ...] = field(compare=False)
     """What each word keeps."""
-
-    @property
-    def goes_by_time(self) -> bool:
-        """Whether clocks decide what it keeps."""
-        return any(word.partition("=")[0] in {"newer", *PERIODS} for word in self.words)
+    goes_by_time: bool = field(default=False, compare=False)
+    """Whether clocks decide what it keeps."""
 
     def keeps(self, steps: Sequence[StepInfo], now: float | str) -> dict[int, str]:
         """Return the steps to keep, each with the reasons.
@@ -167,20 +164,23 @@ def _drop_superseded(steps: Sequence[StepInfo]) -> list[StepInfo]:
 ALL = Policy(("all",), (_keep_all,))
 """The policy that keeps every step."""
 _COUNT = "([0-9]*[1-9][0-9]*)"
-_WORDS: tuple[tuple[str, Callable[..., Term]], ...] = (
-    ("all", lambda: _keep_all),
-    (f"last={_COUNT}", lambda count: partial(_keep_last, int(count))),
-    (f"every={_COUNT}", lambda interval: partial(_keep_every, int(interval))),
-    (f"({'|'.join(PERIODS)})={_COUNT}", lambda word, n: partial(_keep_one_per, word, int(n))),
+_WORDS: tuple[tuple[str, bool, Callable[..., Term]], ...] = (
+    ("all", False, lambda: _keep_all),
+    (f"last={_COUNT}", False, lambda count: partial(_keep_last, int(count))),
+    (f"every={_COUNT}", False, lambda interval: partial(_keep_every, int(interval))),
+    (f"({'|'.join(PERIODS)})={_COUNT}", True, lambda word, n: partial(_keep_one_per, word, int(n))),
     (
         r"newer=(\d+(?:\.\d+)?)([smhd])",
+        True,
         lambda number, unit: partial(_keep_newer, float(number) * UNITS[unit]),
     ),
     (
         f"best={_COUNT}:([^:=]+):(min|max)",
+        False,
         lambda count, metric, mode: partial(_keep_best, int(count), metric, mode),
     ),
 )
+"""The form of each word, whether clocks decide what it keeps, and what makes its term."""
 
 WITHOUT_METRICS = {"keep_quarantine": "folders in quarantine", "remote_keep": "remotes"}
 """What the policies of these settings apply to."""
@@ -196,8 +196,11 @@ def parse_policy(text: str) -> Policy:
     """
     words = [word.strip() for word in text.split(",")]
     words = [f"last={word}" if word.isdecimal() else word for word in words]
-    terms = [_parse_word(word, text) for word in words]
-    return ALL if "all" in words else Policy(tuple(words), tuple(terms))
+    found = [_parse_word(word, text) for word in words]
+    if "all" in words:
+        return ALL
+    go_by_time, terms = zip(*found, strict=True)
+    return Policy(tuple(words), terms, any(go_by_time))
 
 
 def refuse_metrics(setting: str, policy: str) -> None:
@@ -210,10 +213,10 @@ def refuse_metrics(setting: str, policy: str) -> None:
         raise ConfigError(f"{setting}={policy}: {WITHOUT_METRICS[setting]} have no metrics")
 
 
-def _parse_word(word: str, text: str) -> Term:
-    for pattern, make in _WORDS:
+def _parse_word(word: str, text: str) -> tuple[bool, Term]:
+    for pattern, goes_by_time, make in _WORDS:
         if found := re.fullmatch(pattern, word):
-            return make(*found.groups())
+            return goes_by_time, make(*found.groups())
     raise ConfigError(
         f"retention policy {text!r}: {word!r} is unknown. Words are all, last=3, every=100, "
         "hourly=24, daily=7, weekly=4, newer=2d (s, m, h, d) and best=2:reward:max (or min), with "
