@@ -176,16 +176,32 @@ def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["pipeline", "expert"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"pipeline": 2}, {"pipeline": 2, "virtual": 2, "layers": 4}, {"expert": 2}],
+    ids=["pipeline", "interleaved", "expert"],
+)
 def test_other_parallelisms_resume_bit_for_bit_from_steps_that_equal_verls_own(
-    run: Run, tmp_path: Path, size: str
+    run: Run, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
-    run(partial(save_and_resume, **{size: 2}), tmp_path / "ckpts", 1)
+    run(partial(save_and_resume, **sizes), tmp_path / "ckpts", 1)
+
+
+def save_gathered(root: Path) -> None:
+    train_and_save(root, TENSOR_PARALLEL, reshardable=True)
+    for step in STEPS:
+        compare(actor(root.parent / "theirs", step), actor(root, step), FOLDERS)
+
+
+@pytest.mark.slow  # to load it, Megatron needs the Adam of Transformer Engine
+def test_an_optimizer_that_is_gathered_is_saved_as_by_verl(run: Run, tmp_path: Path) -> None:
+    run(save_gathered, tmp_path / "ckpts")
 
 
 TENSOR = {"tensor": TENSOR_PARALLEL}
 DATA = {"tensor": DATA_PARALLEL}
 PIPELINE = {"tensor": 1, "pipeline": 2}
+LAYERS = {**PIPELINE, "layers": 4}
 EXPERTS_ON = {n: {"tensor": 1, "expert": n, "experts": 4} for n in (1, 2, 4)}
 
 
@@ -197,6 +213,7 @@ EXPERTS_ON = {n: {"tensor": 1, "expert": n, "experts": 4} for n in (1, 2, 4)}
         pytest.param(DATA, TENSOR, id="data-tensor"),
         pytest.param(PIPELINE, TENSOR, id="pipeline-tensor"),
         pytest.param(TENSOR, PIPELINE, id="tensor-pipeline"),
+        pytest.param(LAYERS | {"virtual": 2}, LAYERS, id="interleaved-pipeline"),
     ],
 )
 def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(

@@ -1,7 +1,7 @@
 """A small GPT that real Megatron trains on gloo ranks, with veRL's manager or ours."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,11 @@ class Trained:
         tensor: tensor-parallel size; ranks of no parallelism are data-parallel.
         pipeline, context, expert: sizes of the other parallelisms. With one of them, the gradients
             are drawn, since Megatron's schedules and attention need a GPU.
+        virtual: parts of the model on each pipeline rank, or 0 for one that is not interleaved.
         experts: of each layer; by default as many as expert parallelism needs.
         distributed: bfloat16 weights, whose optimizer keeps float32 masters and is sharded over the
             data-parallel ranks; otherwise float32 weights and a whole optimizer.
+        reshardable: the distributed optimizer is gathered at each save.
     """
 
     def __init__(
@@ -37,23 +39,27 @@ class Trained:
         *,
         seed: int = 0,
         distributed: bool = True,
+        reshardable: bool = False,
         pipeline: int = 1,
+        virtual: int = 0,
         context: int = 1,
         expert: int = 1,
         experts: int = 0,
+        layers: int = 2,
     ) -> None:
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
         sizes = {
             "tensor_model_parallel_size": tensor,
             "pipeline_model_parallel_size": pipeline,
+            "virtual_pipeline_model_parallel_size": virtual or None,
             "context_parallel_size": context,
             "expert_model_parallel_size": expert,
         }
         mpu.initialize_model_parallel(**sizes)
         self.draws = max(pipeline, context, expert, experts) > 1
         experts = experts or (2 * expert if expert > 1 else 0)
-        self.distributed = distributed
+        self.distributed, self.reshardable = distributed, reshardable
         dtype = torch.bfloat16 if distributed else torch.float32
         torch.manual_seed(seed)
         random.seed(seed)
@@ -61,7 +67,7 @@ class Trained:
         tensor_parallel.random.initialize_rng_tracker(force_reset=True)
         tensor_parallel.get_cuda_rng_tracker().set_states({"model": torch.get_rng_state()})
         self.config = TransformerConfig(
-            num_layers=2,
+            num_layers=layers,
             hidden_size=64,
             num_attention_heads=4,
             **sizes,
@@ -79,17 +85,14 @@ class Trained:
             bf16=distributed,
             params_dtype=dtype,
         )
-        model = GPTModel(
-            self.config,
-            get_gpt_layer_local_spec(num_experts=experts or None),
-            VOCABULARY,
-            LENGTH,
-            pre_process=mpu.is_pipeline_first_stage(),
-            post_process=mpu.is_pipeline_last_stage(),
-        ).to(dtype)
         for_ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
-        self.model = DistributedDataParallel(self.config, for_ddp, model)
-        self.model.broadcast_params()
+        self.parts = [
+            DistributedDataParallel(self.config, for_ddp, part.to(dtype))
+            for part in self._make_parts(virtual, experts)
+        ]
+        self.model = self.parts[0]
+        for part in self.parts:
+            part.broadcast_params()
         for_optimizer = OptimizerConfig(
             optimizer="adam",
             lr=1e-3,
@@ -98,10 +101,24 @@ class Trained:
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
         )
-        self.optimizer = get_megatron_optimizer(for_optimizer, [self.model])
+        self.optimizer = get_megatron_optimizer(for_optimizer, self.parts)
         self.schedule = OptimizerParamScheduler(
             self.optimizer, 0.0, 1e-3, 1e-4, 2, 20, "linear", 0.0, 0.0, 20, "constant"
         )
+
+    def _make_parts(self, virtual: int, experts: int) -> Iterator[GPTModel]:
+        """Make the parts of the model that this rank has, in their order."""
+        for stage in range(virtual) if virtual else (None,):
+            where = {"ignore_virtual": False, "vp_stage": stage}
+            yield GPTModel(
+                self.config,
+                get_gpt_layer_local_spec(num_experts=experts or None),
+                VOCABULARY,
+                LENGTH,
+                pre_process=mpu.is_pipeline_first_stage(**where),
+                post_process=mpu.is_pipeline_last_stage(**where),
+                vp_stage=stage,
+            )
 
     def load(self, manager: Any, folder: str) -> None:
         """Load a step, with torch's Adam in the place of Transformer Engine's.
@@ -126,11 +143,13 @@ class Trained:
     def _train(self) -> float:
         """Train on numbers of the RNG, which is part of the saved state."""
         if self.draws:
-            for parameter in self.model.parameters():
+            parameters = [each for part in self.parts for each in part.parameters()]
+            for parameter in parameters:
                 parameter.main_grad.copy_(torch.randn(parameter.shape))
-            self.model.finish_grad_sync()
+            for part in self.parts:
+                part.finish_grad_sync()
             self.optimizer.step()
-            return float(sum(each.float().square().sum() for each in self.model.parameters()))
+            return float(sum(each.float().square().sum() for each in parameters))
         tokens = torch.randint(VOCABULARY, (2, LENGTH))
         positions = torch.arange(LENGTH).expand_as(tokens)
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -148,7 +167,7 @@ class Trained:
         """Return a manager with the arguments of veRL's Megatron engine."""
         hf_config = Qwen2Config(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2)
         megatron = {
-            "dist_ckpt_optim_fully_reshardable": False,
+            "dist_ckpt_optim_fully_reshardable": self.reshardable,
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
         arguments = {
@@ -159,7 +178,7 @@ class Trained:
             "model_config": hf_config,
             "transformer_config": self.config,
             "role": "actor",
-            "model": [self.model],
+            "model": self.parts,
             "arch": "Qwen2ForCausalLM",
             "hf_config": hf_config,
             "param_dtype": self.config.params_dtype,
