@@ -173,12 +173,11 @@ class PrefectConnection:
             return answer
 
         for wait_s in BUSY_WAITS_S:
-            try:
+            # an idle connection that the server was just closing
+            with suppress(httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                 answer = await send()
                 if answer.status_code != 503 or "retry-after" in answer.headers:
                     return answer
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                pass  # an idle connection that the server was just closing
             await asyncio.sleep(wait_s)
         return await send()
 

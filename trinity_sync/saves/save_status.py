@@ -216,9 +216,8 @@ class PendingSave:
         if read_run_number(save.root, save.step) == save.run and not is_reduced:
             return False
         best = find_newest(save.root, save.kind)
-        if best is not None and (best.run, best.step) > (save.run, save.step):
-            return True
-        return is_superseded(save.root, save.run, save.step)
+        is_behind = best is not None and (best.run, best.step) > (save.run, save.step)
+        return is_behind or is_superseded(save.root, save.run, save.step)
 
 
 def _why_failed(images: Sequence[SealedImage]) -> str:

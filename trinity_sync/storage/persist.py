@@ -28,7 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -331,27 +331,25 @@ def _link_unchanged(
     if earlier is None or isinstance(content, Path) or len(content) < WORTHWHILE:
         return None
     (path, record), nbytes = earlier, len(content)
-    try:
-        with pin_folder(path.parent) as folder:
-            path = folder / path.name
-            found = path.lstat()
-            own = found.st_uid == os.geteuid() and not found.st_mode & 0o022  # as of a spare
-            if not own or not found.st_size == record.nbytes == nbytes:
-                return None
-            with open_to_read(path, direct=False) as fd:  # most files have changed
-                for at in range(0, nbytes, max(nbytes // SAMPLES, SAMPLED)):
-                    if os.pread(fd, SAMPLED, at) != content[at : at + SAMPLED]:
-                        return None
-            if digest_bytes(content) != record.digest:
-                return None
-            os.link(path, temporary, follow_symlinks=False)
-            # other nodes see by the time of its change that the save goes on
-            touch = partial(temporary.chmod, stat.S_IMODE(found.st_mode))
-            if digest_file(temporary, nbytes, lambda _: touch()) == record.digest:
-                sync_folder(temporary.parent)
-                return record.digest, record.health
-    except OSError:  # it is removed meanwhile, cannot be read, or can have no other name
-        pass
+    # it is removed meanwhile, cannot be read, or can have no other name
+    with suppress(OSError), pin_folder(path.parent) as folder:
+        path = folder / path.name
+        found = path.lstat()
+        own = found.st_uid == os.geteuid() and not found.st_mode & 0o022  # as of a spare
+        if not own or not found.st_size == record.nbytes == nbytes:
+            return None
+        with open_to_read(path, direct=False) as fd:  # most files have changed
+            for at in range(0, nbytes, max(nbytes // SAMPLES, SAMPLED)):
+                if os.pread(fd, SAMPLED, at) != content[at : at + SAMPLED]:
+                    return None
+        if digest_bytes(content) != record.digest:
+            return None
+        os.link(path, temporary, follow_symlinks=False)
+        # other nodes see by the time of its change that the save goes on
+        touch = partial(temporary.chmod, stat.S_IMODE(found.st_mode))
+        if digest_file(temporary, nbytes, lambda _: touch()) == record.digest:
+            sync_folder(temporary.parent)
+            return record.digest, record.health
     temporary.unlink(missing_ok=True)
     return None
 
