@@ -506,22 +506,28 @@ def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictC
     [(1, 1, {3}), (1, 2, {2, 3}), (None, 1, {1, 2, 3}), (1, -1, {1, 2, 3})],
 )
 def test_a_step_is_kept_while_actor_or_critic_keeps_it(
-    start: Start, root: Path, config: DictConfig, of_actor: int, of_critic: int, kept: set[int]
+    start: Start,
+    root: Path,
+    config: DictConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    of_actor: int,
+    of_critic: int,
+    kept: set[int],
 ) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_ROLES", "actor,critic")
     config.trainer.max_actor_ckpt_to_keep = of_actor
     config.trainer.max_critic_ckpt_to_keep = of_critic
     config.critic.strategy = "fsdp2"
     trigger = CommitsHere()
-    with environment({"TRINITY_SYNC_ROLES": "actor,critic"}):
-        trainer = start(RayPPOTrainer, trigger)
-        actor, engine = trainer.actor_rollout_wg.engine.checkpoint_manager, SimpleNamespace()
-        critic = manager_of(TrainerCheckpointManager, trainer.actor_rollout_wg.engine)
-        critic._coordinator = actor._coordinator
-        engine.save_checkpoint = lambda path, _, step, keep: critic.save_checkpoint(
-            path, global_step=step, max_ckpt_to_keep=keep
-        )
-        trainer.use_critic, trainer.critic_wg = True, Workers(engine)
-        commit_steps(trainer, 1, 2, 3)
+    trainer = start(RayPPOTrainer, trigger)
+    actor, engine = trainer.actor_rollout_wg.engine.checkpoint_manager, SimpleNamespace()
+    critic = manager_of(TrainerCheckpointManager, trainer.actor_rollout_wg.engine)
+    critic._coordinator = actor._coordinator
+    engine.save_checkpoint = lambda path, _, step, keep: critic.save_checkpoint(
+        path, global_step=step, max_ckpt_to_keep=keep
+    )
+    trainer.use_critic, trainer.critic_wg = True, Workers(engine)
+    commit_steps(trainer, 1, 2, 3)
     trigger.finish()
     assert {*steps_on_disk(root)} == kept
 
