@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 
 from trinity_sync.errors import SpoolError, SpoolFullError, TicketError, TrinitySyncError
@@ -325,13 +325,13 @@ class SlotPool:
 
 
 def _list_free(slots: Iterable[Slot]) -> list[Slot]:
-    return sorted(filter(attrgetter("free"), slots), key=_published_last)
-
-
-def _published_last(slot: Slot) -> tuple[int, int]:
-    """Return a sort key of free slots: the one with the newest published version comes last."""
-    published = read_version_tag(slot.path) if slot.published else None
-    return (published.run, published.step) if published else (0, 0)
+    """Return the free slots; the one with the newest published version comes last."""
+    free: list[tuple[tuple[int, int], Slot]] = []
+    for slot in slots:
+        if slot.free:
+            tag = read_version_tag(slot.path) if slot.published else None
+            free.append(((tag.run, tag.step) if tag else (0, 0), slot))
+    return [*map(itemgetter(1), sorted(free, key=itemgetter(0)))]
 
 
 BESIDE = "trinity_sync slots"
