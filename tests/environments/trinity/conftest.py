@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,14 @@ sys.path.insert(0, str(REPOSITORY / "examples/demo"))
 @pytest.fixture(scope="session")
 def stack(stack_settings: Settings) -> Iterator[StackState]:
     """The stack of the session; the environment names its server, and the training's Ray."""
-    from ray.cluster_utils import Cluster
+    with running_stack(stack_settings, ON_CPU) as state:
+        from tests.support.ray_nodes import ray_cluster  # Ray reads the environment when imported
 
-    with running_stack(stack_settings, ON_CPU) as state, tempfile.TemporaryDirectory() as folder:
         node = {"num_cpus": 32, "num_gpus": RANKS, "object_store_memory": 200 << 20}
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={**node, "include_dashboard": False, "temp_dir": folder},
-        )
-        os.environ["RAY_ADDRESS"] = cluster.address
-        try:
+        with ray_cluster() as cluster:
+            cluster.add_node(**node, include_dashboard=False)
+            os.environ["RAY_ADDRESS"] = cluster.address
             yield state
-        finally:
-            cluster.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from tests.conftest import QUIET, environment
 from tests.environments.verl.sft import ALONE, IMPORTS, make_world
+from tests.support.ray_nodes import ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -36,24 +36,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
     folder = tmp_path_factory.mktemp("world")
     make_world(folder)
-    with (
-        tempfile.TemporaryDirectory(prefix="trinity_sync-test-", dir="/dev/shm") as spool,
-        tempfile.TemporaryDirectory(prefix="trinity_sync-ray-", dir="/tmp") as scratch,
-    ):
+    with tempfile.TemporaryDirectory(prefix="trinity_sync-test-", dir="/dev/shm") as spool:
         variables = QUIET | {
             "TRINITY_SYNC_SPOOL": spool,
             "VERL_USE_EXTERNAL_MODULES": ALONE,
             "PYTHONPATH": os.pathsep.join(IMPORTS),
             "OMP_NUM_THREADS": "1",
         }
-        with environment(variables):
-            nodes = Cluster()
-            nodes.add_node(**NODE, num_cpus=RANKS + 1, temp_dir=scratch)
+        with environment(variables), ray_cluster() as nodes:
+            nodes.add_node(**NODE, num_cpus=RANKS + 1)
             nodes.add_node(**NODE, num_cpus=1)
             ray.init(nodes.address, log_to_driver=False)
             yield World(folder / "ckpts", *start(str(folder / "model"), str(folder / "ckpts")))
-            ray.shutdown()
-            nodes.shutdown()
 
 
 def test_each_update_arrives_bit_for_bit_in_all_workers(world: World) -> None:

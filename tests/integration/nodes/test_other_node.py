@@ -3,7 +3,6 @@
 Both nodes are on this machine. The test itself, its readers and the Synchronizer are on the first.
 """
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.conftest import QUIET, environment
 from tests.support.job import Job
+from tests.support.ray_nodes import ray_cluster
 from tests.support.weights import upload
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.spool import open_job_spool
@@ -35,16 +35,10 @@ QUICK_TO_NOTICE = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with (
-        tempfile.TemporaryDirectory(prefix="trinity_sync-ray-", dir="/tmp") as scratch,
-        environment(QUIET | {"PYTHONPATH": str(Path.cwd())}),
-    ):
-        made = Cluster()
-        made.add_node(**NODE, temp_dir=scratch, _system_config=QUICK_TO_NOTICE)
+    with environment(QUIET | {"PYTHONPATH": str(Path.cwd())}), ray_cluster() as made:
+        made.add_node(**NODE, _system_config=QUICK_TO_NOTICE)
         ray.init(made.address, log_to_driver=False)
         yield made
-        ray.shutdown()
-        made.shutdown()
 
 
 @pytest.fixture(scope="module")
