@@ -18,7 +18,6 @@ from tests.conftest import left_of
 
 REPOSITORY = Path(__file__).parents[3]
 IMPORTS = [str(REPOSITORY), *(str(REPOSITORY / "examples" / each) for each in ("demo", "verl"))]
-LAUNCH_S = 240.0
 BATCH = 4
 ENGINE = [
     "engine.strategy=fsdp2",
@@ -74,7 +73,7 @@ class Program:
 
     def to_its_end(self) -> None:
         with self.running() as program:
-            status = program.wait(LAUNCH_S)
+            status = program.wait()
         assert status == 0, self.output[-6000:]
 
     @property
