@@ -27,7 +27,7 @@ from trinity_sync.remote.upload import (
     replicate,
     sending_lock,
 )
-from trinity_sync.snapshot.identity import is_of_other_run, open_identity
+from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, require_committed
 from trinity_sync.storage.job_settings import (
     needs_replication,
@@ -35,7 +35,7 @@ from trinity_sync.storage.job_settings import (
     record_replicated,
 )
 from trinity_sync.storage.manifest import Manifest
-from trinity_sync.storage.runs import add_run
+from trinity_sync.storage.runs import add_run, is_run_gone
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +70,20 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     A checkpoint whose bytes differ from its manifest is skipped, as a corrupted one in a root is.
     Return the manifest of the step that was fetched, or None.
     """
-    for run in remote.list_runs():
+    runs = remote.list_runs()
+    for run in runs:
         add_run(root, run)  # the next run here gets an unused number
-    for manifest in remote.iter_newest_first():
-        if not manifest.serves("checkpoint"):
-            continue
+    counting = [each for each in remote.iter_newest_first() if each.serves("checkpoint")]
+    for manifest in (*counting, None):
         here = find_newest(root)
-        if here and here.run == manifest.run and is_of_other_run(here, manifest):
+        same = [run for run in runs if here and run.number == here.run]  # it may send just now
+        is_older = here and manifest and here.run < manifest.run
+        if here and not is_older and is_run_gone(same, here.run, here.run_key):
             raise CommitError(
                 f"run {here.run} in {root} is another training than run {here.run} at {remote.url}."
                 " Start in a new root to continue that one, or use another remote for this one"
             )
-        if here and (here.run, here.step) >= (manifest.run, manifest.step):
+        if not manifest or (here and (here.run, here.step) >= (manifest.run, manifest.step)):
             return None
         try:
             logger.info("fetching step %d from %s into %s", manifest.step, remote.url, root)

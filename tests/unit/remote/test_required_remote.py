@@ -224,11 +224,15 @@ def test_a_training_that_the_remote_has_refused_is_not_resumed_from_steps_of_its
     first, second, third = machine("first"), machine("second"), machine("third")
     first.train("one", 1)
     new, other = second.start("two"), third.start("three")
-    second.commit(new, 2)
     for step in (2, 3):
         third.commit(other, step, sent=False)
     other.close()
-    with pytest.raises(CommitError, match=r"run 2 in .*third.* is another training than run 2 at"):
+    refused = r"run 2 in .*third.* is another training than run 2 at"
+    Remote(first.url).create_run(find_newest_run(new.root))  # as before the bytes of its first step
+    with pytest.raises(CommitError, match=refused):
+        third.start("again")
+    second.commit(new, 2)
+    with pytest.raises(CommitError, match=refused):
         third.start("again")
     second.train("two again", 3)
     assert third.start("later").latest_step() == 3
