@@ -355,6 +355,23 @@ def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
     assert len(list_runs(root)) == 1
 
 
+def test_a_root_that_is_a_link_on_a_workers_node_alone_is_the_same_job(
+    start: Start, root: Path, policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver tells the path as its own node resolves it."""
+    commit_steps(start(), 3)
+    second, link = start(), root.parent / "link"
+    manager = policy.engine.checkpoint_manager
+    manager._coordinator = None  # as veRL makes it
+    link.symlink_to(root)
+    second.actor_rollout_wg.call_checkpoint_manager("set_root", link)
+    second.actor_rollout_wg.load_checkpoint(str(step_folder(link, 3) / "actor"), False)
+    second.actor_rollout_wg.call_checkpoint_manager("prewarm", link, "actor")
+    manager._coordinator.close(timeout=0)
+    assert [(run.number, run.resumed_from) for run in list_runs(root)] == [(1, 0), (2, 3)]
+    assert "Saves will be slow" not in caplog.text
+
+
 def test_a_resume_waits_for_what_the_run_before_submitted(
     start: Start, resuming: None, policy: Policy
 ) -> None:

@@ -198,7 +198,7 @@ class CommitsDriverFiles(ManagerOfPaths):
 
     def set_root(self, root: Path) -> None:
         """Set the job that is saved, before a step is loaded that may be another job's."""
-        self._own_root = root
+        self._own_root = root.resolve()  # which the node of the caller may not name so
 
     def _find_resumed_job(self, role_folder: Path) -> tuple[CheckpointCoordinator, int] | None:
         return super()._find_resumed_job(_role_folder(role_folder))

@@ -462,7 +462,7 @@ class TrainerCheckpointManager(CommitsDriverFiles, FSDPCheckpointManager):  # ty
     def prewarm(self, root: Path, role: str) -> None:
         """Touch the memory of a role's first save beside the training; every rank calls it."""
         try:
-            self._get_coordinator(root).prewarm(list_sizes(self), role=role)
+            self._get_coordinator(root.resolve()).prewarm(list_sizes(self), role=role)
         except TrinitySyncError as error:
             logger.warning("Saves will be slow, or fail: %s", error)
 
