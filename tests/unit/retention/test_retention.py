@@ -495,7 +495,7 @@ def test_a_step_with_a_write_in_flight_is_kept(
     (job.root / "global_step_1/actor/.optim.pt.1a2b.tmp").touch()
     spool = job.spool.folder.parent
     receipt = FunctionStatus("lora", 1, 2, "checkpoint", 0, f"{os.getpid()}/0", state="finished")
-    write_status(job.spool, receipt)
+    write_status(job.spool, replace(receipt, run_key="of this run"))
     assert list(spared(prune(job.root, spool=spool))) == [1, 2]
     monkeypatch.setattr(saves, "read_file_system_time", lambda _: time.time() + hours * 3600)
     assert numbers(prune(job.root, spool=spool).removed) == [1]

@@ -20,11 +20,13 @@ from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.formats.hf_export import fail_export_request
 from trinity_sync.saves.journal import SaveState, append, read_entry
-from trinity_sync.saves.save_status import read_status
+from trinity_sync.saves.save_status import PendingSave, end_images, read_status
 from trinity_sync.settings import Settings
+from trinity_sync.snapshot.ticket import failure_path, hold_image
+from trinity_sync.storage import manifest as manifest_files
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.job_settings import write_job_settings
-from trinity_sync.storage.manifest import write_manifest
+from trinity_sync.storage.manifest import FileRecord, write_manifest
 from trinity_sync.storage.runs import open_run
 
 STEP = 4
@@ -142,6 +144,32 @@ def test_a_save_that_has_completed_and_whose_step_was_removed_has_not_failed(job
     for event in (commits, worker("completed"), is_removed):
         event(job)
     assert read_status(job.request(STEP), read_entry(job.request(STEP))) == ("removed", "")
+
+
+def test_a_model_that_rank_0_has_exported_is_seen_by_a_rank_that_reads_its_own_files(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_files, "PART_FILES", 1)
+    job.world_size = 2
+    for rank in range(2):
+        job.stage(STEP, {"model": {"w": torch.zeros(3)}}, rank=rank)
+    committed = replace(job.commit(STEP), exports={"actor": "hf_model"})
+    exported = FileRecord("actor/huggingface/model.safetensors", 1, "", "actor", "hf_model")
+    request = job.request(STEP, components=("model",))
+    for files, result in ((), None), ((exported,), ""):
+        write_manifest(job.root, replace(committed, files=(*committed.files, *files)))
+        pending = PendingSave(request, 0.0, 0.0, 0.0, rank=1, exports={"actor"})
+        assert pending.find_result(None, job.spool) == result
+
+
+def test_an_image_that_is_held_for_longer_than_a_limit_is_not_marked(job: Job) -> None:
+    job.stage(STEP, {"model": {"w": torch.zeros(3)}})
+    (sealed,) = job.spool.tickets()[0]
+    with hold_image(sealed.slot, sealed.ticket.image):
+        end_images(job.spool, job.request(STEP), "its run has failed", limit_s=0.0)
+    assert not failure_path(sealed.slot).exists()
+    end_images(job.spool, job.request(STEP), "its run has failed", limit_s=0.0)
+    assert failure_path(sealed.slot).read_text() == "its run has failed"
 
 
 def is_required(job: Job) -> None:

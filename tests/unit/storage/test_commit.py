@@ -152,6 +152,17 @@ def test_a_sync_and_a_checkpoint_write_the_model_once_and_a_retry_leaves_the_man
     assert read_latest_pointer(job.root, "checkpoint") == 3
 
 
+def test_values_that_a_step_has_had_already_are_warned_of_once(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.stage(3, {"model": {"w": torch.tensor([torch.nan])}}, kind="state_dict")
+    job.stage(3, {"optim": state(2)}, also=("model",))
+    job.commit(3, kind="state_dict")
+    both = job.commit(3, "model", "optim")
+    assert caplog.text.count("non-finite value in actor/model") == 1
+    assert len(both.alarms) == 1
+
+
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
 def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Kind) -> None:
     job.commit_states(3, {"model": state(1)}, kind=kind)
