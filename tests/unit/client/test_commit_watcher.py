@@ -45,7 +45,7 @@ from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import mark_image_failed
 from trinity_sync.snapshot.ticket import failure_path, ticket_path
 from trinity_sync.storage import uncommitted as save_files
-from trinity_sync.storage.manifest import Manifest, read_manifest
+from trinity_sync.storage.manifest import Manifest, read_manifest, read_run_manifest
 from trinity_sync.storage.placement import group_by_node, write_placement
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.rewind import rewind
@@ -170,12 +170,12 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
         looks.append(save.request.step)
         return find(save, *how)
 
-    def read(root: str, step: int, **of: Any) -> Manifest | None:
+    def read(root: str, run: int, step: int, **of: Any) -> Manifest | None:
         reads.append(step)
-        return read_manifest(root, step, **of)
+        return read_run_manifest(root, run, step, **of)
 
     monkeypatch.setattr(PendingSave, "find_result", noted)
-    monkeypatch.setattr("trinity_sync.saves.save_status.read_manifest", read)
+    monkeypatch.setattr("trinity_sync.saves.save_status.read_run_manifest", read)
     job.commit_states(4, {"model": {"w": torch.zeros(3)}}, kind="state_dict")
     os.utime(step_folder(job.root, 4) / MANIFEST, (1, 1))  # a new one may change unseen
     job.stage(4, {"optim": {"w": torch.zeros(3)}})

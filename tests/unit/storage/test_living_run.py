@@ -170,7 +170,9 @@ def test_a_start_waits_for_the_first_one_to_end_and_says_for_which_process(
 def test_a_forked_child_does_not_keep_the_run_of_a_killed_training_alive(start: Start) -> None:
     first, second = start("first"), start("second")
     assert first.save(30) == "done"
-    assert first.do("import os, signal; children.append(os.fork() or signal.pause())") == "done"
+    assert first.do("import os, signal; has_forked, forked = os.pipe()") == "done"
+    child = "os.fork() or (os.write(forked, b'.'), signal.pause())"
+    assert first.do(f"children.append({child}); os.read(has_forked, 1)") == "done"
     child = int(first.do("print(children[0], end=' ')").split()[0])
     first.kill()
     try:
