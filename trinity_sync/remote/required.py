@@ -70,8 +70,7 @@ def fetch_newest(root: Path, remote: Remote) -> Manifest | None:
     A checkpoint whose bytes differ from its manifest is skipped, as a corrupted one in a root is.
     Return the manifest of the step that was fetched, or None.
     """
-    runs = remote.list_runs()
-    for run in runs:
+    for run in (runs := remote.list_runs()):
         add_run(root, run)  # the next run here gets an unused number
     counting = [each for each in remote.iter_newest_first() if each.serves("checkpoint")]
     for manifest in (*counting, None):
@@ -103,10 +102,9 @@ def replicate_and_record(root: Path, url: str, step: int) -> Replicated:
         SupersededError: another training resumed from an earlier step, or has this run's number.
         CommitError, RemoteError: as ``replicate``.
     """
-    remote, job = Remote(url), read_job_settings(root)
-    manifest = require_committed(root, step)
+    remote, manifest = Remote(url), require_committed(root, step)
     done = replicate(root, url, step)
-    if remote.url == job.remote:
+    if remote.url == read_job_settings(root).remote:
         record_replicated(root, remote.url, manifest)
     return done
 
