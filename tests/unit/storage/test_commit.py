@@ -471,6 +471,16 @@ def test_a_save_function_of_a_lost_run_of_the_same_number_is_none_of_the_save(jo
     assert not [*job.spool.receipts.iterdir()]
 
 
+def test_a_function_that_has_ended_before_a_clock_was_set_back_does_not_run(job: Job) -> None:
+    status = FunctionStatus("lora", 1, 4, "checkpoint", 0, "1/1", state="finished")
+    write_status(job.spool, replace(status, run_key=job.key_of(1)))
+    (path,) = job.spool.receipts.iterdir()
+    now = path.stat().st_mtime
+    for ended_at, runs in ((now, True), (now - 7200, False), (now + 7200, False)):
+        os.utime(path, times=(ended_at, ended_at))
+        assert has_running_functions(job.spool, job.save(4), within_s=600) == runs
+
+
 def test_a_retry_of_save_functions_whose_step_was_committed_and_removed_says_so(
     job: Job, tmp_path: Path
 ) -> None:
