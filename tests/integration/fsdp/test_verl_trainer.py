@@ -520,7 +520,7 @@ def test_a_trainer_of_another_strategy_saves_as_ever(start: Start, config: DictC
 
 @pytest.mark.parametrize(
     ("of_actor", "of_critic", "kept"),
-    [(1, 1, {3}), (1, 2, {2, 3}), (None, 1, {1, 2, 3}), (1, -1, {1, 2, 3})],
+    [(1, 1, {3}), (1, 2, {2, 3}), (None, 1, {1, 2, 3}), (1, -1, {1, 2, 3}), (None, None, {3})],
 )
 def test_a_step_is_kept_while_actor_or_critic_keeps_it(
     start: Start,
@@ -534,6 +534,7 @@ def test_a_step_is_kept_while_actor_or_critic_keeps_it(
     monkeypatch.setenv("TRINITY_SYNC_ROLES", "actor,critic")
     config.trainer.max_actor_ckpt_to_keep = of_actor
     config.trainer.max_critic_ckpt_to_keep = of_critic
+    config.trainer.remove_previous_ckpt_in_save = of_critic is None  # as older scripts say it
     config.critic.strategy = "fsdp2"
     trigger = CommitsHere()
     trainer = start(RayPPOTrainer, trigger)

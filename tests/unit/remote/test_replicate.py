@@ -607,6 +607,13 @@ def test_credentials_that_are_renewed_in_their_file_count_for_the_next_attempt(
     assert replicate(job.root, f"s3://{bucket}/job", 4).uploaded == 2
 
 
+def test_a_local_folder_may_have_two_slashes_in_its_url(
+    commit: Callable[..., Job], tmp_path: Path
+) -> None:
+    replicate(commit(4).root, f"file://{tmp_path}//copies", 4)
+    assert (tmp_path / "copies" / "global_step_4" / file_of(4)).is_file()
+
+
 @pytest.mark.parametrize("where", ["ckpts", "link", "ckpts/copies/job"])
 def test_the_root_is_no_remote_of_its_own_steps(commit: Callable[..., Job], where: str) -> None:
     root = commit(4).root

@@ -443,6 +443,19 @@ def test_what_reads_a_spool_does_not_wait_for_what_is_no_file(
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
+def test_a_request_that_is_no_file_stops_no_other_save(
+    job: Job, make: Callable[[Path], None]
+) -> None:
+    job.stage(1, MODEL)
+    write_request(job.spool, job.save(3), "")
+    (request,) = job.spool.receipts.iterdir()
+    request.unlink()
+    make(request)
+    write_request(job.spool, job.save(4), job.request(4).model_dump_json())
+    assert [each.step for each in find_pending_saves(job.spool, grace_s=-1)] == [1, 4]
+
+
 @pytest.mark.parametrize("name", ["runs/1.json", "placements/1.actor.json"])
 def test_a_save_is_begun_and_waits_while_a_record_cannot_be_read(
     saves: Saves, job: Job, settings: Settings, name: str
