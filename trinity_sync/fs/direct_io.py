@@ -89,8 +89,9 @@ class RateLimit:
             now = self._clock()
             content = os.pread(fd, _PAID_AT.size, 0)
             paid_at = _PAID_AT.unpack(content)[0] if len(content) == _PAID_AT.size else now
-            # a file from before a reboot, or written with a lower limit, has a time far ahead
-            wait_s = max(0.0, min(paid_at - now, _MOST_AHEAD * LARGEST / self._bytes_per_s))
+            wait_s = max(0.0, paid_at - now)
+            if wait_s > _MOST_AHEAD * LARGEST / self._bytes_per_s:  # from before a reboot
+                wait_s = 0.0
             os.pwrite(fd, _PAID_AT.pack(now + wait_s + nbytes / self._bytes_per_s), 0)
         self._sleep(wait_s)
 
