@@ -48,6 +48,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import list_paths, read_file, replace_file
 from trinity_sync.fs.locks import LockFile
+from trinity_sync.fs.process import lower_session_priority
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
@@ -535,6 +536,7 @@ def main() -> None:
     saver = Saver(Path(sys.argv[1]), stack, Settings(), *sys.argv[2:])
     signal.signal(signal.SIGTERM, saver.hurry)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    lower_session_priority(os.getpid(), stack.worker.nice)
     saver.run()
 
 

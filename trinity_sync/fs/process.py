@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,23 @@ def read_umask() -> int:
     umask = os.umask(0o077)  # a kernel that does not tell
     os.umask(umask)
     return umask
+
+
+def lower_session_priority(pid: int, nice: int) -> None:
+    """Give the session of a process a niceness.
+
+    Linux shares the CPU between sessions first where autogroups are on, which is usual outside of
+    containers. There, the niceness of a thread counts within its session only.
+    """
+    group = Path(f"/proc/{pid}/autogroup")
+    for _ in range(10):
+        with suppress(FileNotFoundError, PermissionError):  # there are no autogroups
+            try:
+                group.write_text(f"{nice}")
+            except BlockingIOError:  # the kernel allows one change in 0.1 s to a user
+                time.sleep(0.1)
+                continue
+        break
 
 
 def read_process_identity(pid: int) -> str:

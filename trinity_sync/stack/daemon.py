@@ -20,7 +20,11 @@ from typing import Literal
 import psutil
 
 from trinity_sync.errors import StackError
-from trinity_sync.fs.process import is_process_alive, read_process_identity
+from trinity_sync.fs.process import (
+    is_process_alive,
+    lower_session_priority,
+    read_process_identity,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,26 +103,13 @@ def make_private_folder(folder: Path) -> None:
 
 
 def lower_priority(daemon: Daemon, nice: int) -> None:
-    """Lower the priority of a daemon and of the processes that it starts.
-
-    Linux shares the CPU between sessions first where autogroups are on, which is usual outside of
-    containers. There, the niceness of a process counts within its session only, so the session of
-    the daemon gets the same niceness.
-    """
+    """Lower the priority of a daemon and of the processes that it starts."""
     for process in find_family(daemon):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended
             for thread in process.threads():  # each has a niceness of its own
                 if nice > os.getpriority(os.PRIO_PROCESS, thread.id):
                     os.setpriority(os.PRIO_PROCESS, thread.id, nice)
-    group = Path(f"/proc/{daemon.pid}/autogroup")
-    for _ in range(10):
-        with suppress(FileNotFoundError, PermissionError):  # there are no autogroups
-            try:
-                group.write_text(f"{nice}")
-            except BlockingIOError:  # the kernel allows one change in 0.1 s to a user
-                time.sleep(POLL_S)
-                continue
-        break
+    lower_session_priority(daemon.pid, nice)
 
 
 def await_ready(

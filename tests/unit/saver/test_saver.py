@@ -87,6 +87,17 @@ def test_what_a_trainer_has_saved_before_it_was_killed_is_committed(
     assert not [*settings.spool.glob("*/*.ticket")]
 
 
+def test_the_session_of_a_saver_yields_to_the_training(
+    coordinator: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_SYNC_STACK__WORKER__NICE", "19")
+    coordinator().save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    (saver,) = savers_of(settings.spool)
+    group = Path(f"/proc/{saver.pid}/autogroup")
+    if group.exists():  # otherwise the niceness of its threads counts
+        assert group.read_text().split()[-1] == "19"
+
+
 PLAIN = """
 import sys, torch
 model = torch.nn.Linear(4, 4)
