@@ -103,7 +103,6 @@ bench: $(READY) ## what a save costs, beside the limits and the alternatives (QU
 	$(call install,$(VENV),[bench])
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.dcp
-	$(BIN)/python -m benchmarks.drivers
 
 pytorch-suite: $(READY) ## PyTorch's own tests of DCP on our storage writer, stager and reader (PYTORCH=its repository, of the installed version)
 	$(BIN)/python -m pip install --quiet expecttest

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.measure import Samples
 from benchmarks.resources import peak_memory
 from benchmarks.systems import find
-from benchmarks.targets import SAVED
+from benchmarks.targets import OURS
 from benchmarks.training import Size, Training
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
@@ -81,5 +81,5 @@ def shared_over_intervals(size: Size, folder: Path, shared: Path) -> Samples:
             save_every(interval * commit_s, at * SAVES_AN_INTERVAL)
             slots = saves.spool.folder.glob("*.slot")
             held = sum(path.stat().st_blocks * 512 for path in slots)
-            samples[SAVED, f"shared memory, {at}: interval {interval}"] = [held / size.nbytes]
+            samples[OURS, f"shared memory, {at}: interval {interval}"] = [held / size.nbytes]
     return samples

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.cases import Case
 from benchmarks.systems import SYSTEMS
+from benchmarks.targets import FLOW, ORCHESTRATED, OURS, RECYCLED
 from benchmarks.training import Size
 
 if TYPE_CHECKING:
@@ -22,18 +23,16 @@ WINDOW = 3
 """Steps of training: a save slows the first ones."""
 FIRST = ("trinity_sync", "trinity_sync, prewarmed", "DCP async, process", "torch-checkpointing")
 """Systems whose first save is measured."""
-EVERYBODY = tuple(
-    name
-    for name in SYSTEMS
-    if not any(word in name for word in ("overlapped", "Prefect", "prewarmed"))
-)
+VARIANTS = ("overlapped", "Prefect", "prewarmed", "in place")
+EVERYBODY = tuple(name for name in SYSTEMS if not any(word in name for word in VARIANTS))
 MAIN = ("trinity_sync", "torch.save", "DCP async, process", "torch-checkpointing")
 MANY = ("trinity_sync", "torch.save", "DCP async, thread", "torch-checkpointing")
 """The peers of the least stall, where each turn takes long."""
-ORCHESTRATED = "trinity_sync + Prefect, recycled files"
-WITH_PREFECT = (ORCHESTRATED, "torch.save", "DCP async, thread")
+LARGE = (RECYCLED, "torch.save", "DCP async, thread")
+LARGE_WITH_PREFECT = (ORCHESTRATED, "DCP async, thread")
 """Systems for the largest state: more at a time do not fit into 24 GiB."""
-NEXT = (ORCHESTRATED, "DCP async, process", "torch-checkpointing")
+WITH_PREFECT = (OURS, RECYCLED, FLOW, ORCHESTRATED, "DCP async, thread")
+NEXT = (RECYCLED, ORCHESTRATED, "DCP async, process", "torch-checkpointing")
 """Systems for saves without a pause: they copy first and write then."""
 OVERLAPPED = tuple(name for name in SYSTEMS if "overlapped" in name and "Prefect" not in name)
 
@@ -61,8 +60,8 @@ def full(run: "Run") -> Iterator[str]:
     run.case(alone, held=8)
     with run.stack():
         for case, held in (
-            (make_case(middle, WITH_PREFECT, what="with Prefect"), 3),
-            (make_case(large, WITH_PREFECT, turns=3, what="with Prefect"), 3),
+            (make_case(middle, WITH_PREFECT, what="with Prefect"), 5),
+            (make_case(large, LARGE_WITH_PREFECT, turns=3, what="with Prefect"), 3),
             (
                 make_case(
                     middle, ("trinity_sync + Prefect, overlapped", *OVERLAPPED), window=WINDOW
@@ -82,7 +81,12 @@ def full(run: "Run") -> Iterator[str]:
             run.case(case, held)
         yield "orchestration"
         run.orchestration(TURNS)
+        yield "small saves, with Prefect"
+        run.small_saves(FLOW, TURNS)
+    yield "small saves"
+    run.small_saves(OURS, TURNS)
     for case, held in (
+        (make_case(large, LARGE, turns=3), 3),
         (make_case(small, MAIN), 4),
         (make_case(Size(1 << 30, 3000), MANY), 4),
         (make_case(Size(1 << 30, 300, ranks=2), MANY), 4),
@@ -99,6 +103,8 @@ def full(run: "Run") -> Iterator[str]:
     yield "memory"
     holding = ("trinity_sync", "trinity_sync, recycled files", "DCP async, process")
     run.memory(replace(make_case(middle, (*holding, "torch-checkpointing")), name="memory, 1 GiB"))
+    yield "shared memory over intervals"
+    run.shared_over_intervals(middle)
     restoring = ("trinity_sync", "trinity_sync, in place", "veRL", "DCP async, process")
     for size, systems in ((middle, restoring), (replace(middle, ranks=2), restoring[:3])):
         case = make_case(size, systems)

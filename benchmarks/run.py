@@ -65,8 +65,8 @@ class Run:
         try:
             yield folder, shared
         finally:
-            shutil.rmtree(folder)
-            shutil.rmtree(shared)
+            for path in folder, shared:  # a saver may write there until it sees that they are gone
+                shutil.rmtree(path, ignore_errors=True)
 
     def case(self, case: "Case", held: int) -> None:
         """Measure a case whose systems hold ``held`` bytes for each byte of the state, at most.
@@ -157,6 +157,22 @@ class Run:
         samples = self.on_ranks(1, "benchmarks.orchestration:orchestration", runs)
         self.records += records_of("orchestration", Size(0, 3), samples)
 
+    def small_saves(self, system: str, runs: int) -> None:
+        """Measure what saves of next to no bytes cost, and what the system costs at rest."""
+        from benchmarks.measure import records_of
+        from benchmarks.targets import SMALL_SAVES
+        from benchmarks.training import Size
+
+        samples = self.on_ranks(1, "benchmarks.small_saves:small_saves", system, runs)
+        self.records += records_of(SMALL_SAVES, Size(0, 3), samples)
+
+    def shared_over_intervals(self, size: "Size") -> None:
+        """Measure the shared memory that a training holds, by the interval between its saves."""
+        from benchmarks.measure import records_of
+
+        samples = self.on_ranks(1, "benchmarks.memory:shared_over_intervals", size)
+        self.records += records_of("shared memory over intervals", size, samples)
+
     @contextmanager
     def stack(self) -> Iterator[None]:
         """Run a local stack within the block."""
@@ -184,8 +200,10 @@ def measure(name: str, plan: "Callable[[Run], Iterator[str]]") -> "list[Record]"
     home = os.environ.get("BENCH_ROOT", ".")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or nothing would be cleaned up
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir=home) as root,
-        tempfile.TemporaryDirectory(prefix="trinity_sync-bench-", dir="/dev/shm") as shared,
+        tempfile.TemporaryDirectory(prefix="bench-", dir=home, ignore_cleanup_errors=True) as root,
+        tempfile.TemporaryDirectory(
+            prefix="trinity_sync-bench-", dir="/dev/shm", ignore_cleanup_errors=True
+        ) as shared,
     ):
         run = Run(Path(root).resolve(), Path(shared))
         try:

@@ -12,24 +12,22 @@ GIB = "1 GiB, 300 tensors, 1 rank"
 GIB_3000 = "1 GiB, 3000 tensors, 1 rank"
 RANKS = "1 GiB, 300 tensors, 2 ranks"
 WITH_PREFECT = f"{GIB}, with Prefect"
-GB_4 = "4 GB, 300 tensors, 1 rank, with Prefect"
+GB_4 = "4 GB, 300 tensors, 1 rank"
+GB_4_WITH_PREFECT = f"{GB_4}, with Prefect"
 TRAINED = f"{GIB}, in training"
 BACK_TO_BACK = f"{GIB}, back to back"
 BOTH_CORES = f"{GIB}, beside training on both cores"
 RESTORE, RESTORE_RANKS = f"restore, {GIB}", f"restore, {RANKS}"
 DCP = "1 GiB, 300 tensors, 2 ranks, DCP"
 DCP_LARGE = tuple(f"4 GB, 300 tensors, 2 ranks, DCP {peer}" for peer in ("process", "successor"))
-DRIVERS = f"{GIB}, both drivers"
-WITH_SAVER = f"{GIB}, with the saver"
-SAVER_ALONE = "saver alone, next to no bytes"
-STACK_ALONE = "stack, next to no bytes"
+SMALL_SAVES = "saves of next to no bytes"
 LAYOUT = "layout, 3000 tensors"
 MEMORY = "memory, 1 GiB"
 OURS = "trinity_sync"
 IN_PLACE = "trinity_sync, in place"
 RECYCLED = "trinity_sync, recycled files"
+FLOW = "trinity_sync + Prefect"
 ORCHESTRATED = "trinity_sync + Prefect, recycled files"
-SAVED = "trinity_sync + saver"
 PLUG_INS = "trinity_sync + Prefect, DCP async"
 PEERS = ("torch.save", "veRL", "DCP async, thread", "DCP async, process", "torch-checkpointing")
 """Peers, and their overlapped variants; not the Trinity-style thread, which does not copy what it
@@ -69,7 +67,7 @@ class Result:
 
 
 def targets() -> Iterator[Target]:
-    staging = ((GIB, OURS), (GIB_3000, OURS), (RANKS, OURS), (GB_4, ORCHESTRATED))
+    staging = ((GIB, OURS), (GIB_3000, OURS), (RANKS, OURS), (GB_4, RECYCLED))
     for case, system in staging:
         stall, memcpy = (case, system, "stall"), (case, "warm memcpy", "stall")
         yield Target("stall / warm memcpy", 1.15, stall, memcpy)
@@ -83,22 +81,19 @@ def targets() -> Iterator[Target]:
     raw, fresh, recycled = ((GIB, name, "durable") for name in ("raw write", OURS, RECYCLED))
     yield Target("durable throughput, fresh files / raw write", 0.9, raw, fresh, at_least=True)
     yield Target("durable throughput, recycled / raw write", 1.5, raw, recycled, at_least=True)
-    for case in (WITH_PREFECT, GB_4):
+    for case in (WITH_PREFECT, GB_4_WITH_PREFECT):
         durable, least = (case, ORCHESTRATED, "durable"), (case, "best peer", "durable")
         figure = "time to durable with Prefect, recycled / best peer's"
         yield Target(figure, 0.6, durable, least)
-    for files, prefect in (("fresh", "trinity_sync + Prefect"), ("recycled", ORCHESTRATED)):
-        system = SAVED if files == "fresh" else f"{SAVED}, recycled files"
-        saved, stack = ((DRIVERS, each, "durable") for each in (system, prefect))
+    for files, *systems in (("fresh", OURS, FLOW), ("recycled", RECYCLED, ORCHESTRATED)):
+        saved, stack = ((WITH_PREFECT, each, "durable") for each in systems)
         yield Target(f"durable with saver / with Prefect, {files} files", 0.85, saved, stack)
-        saved, raw = ((WITH_SAVER, each, "durable") for each in (system, "raw write"))
-        yield Target(f"durable with saver / raw write, {files} files", 1.2, saved, raw)
     for metric, bound, unit in (
         ("cpu a save", 0.05, " s"),
         ("cores at rest", 0.005, ""),
         ("RSS", 60, " MB"),
     ):
-        yield Target(f"saver, {metric}", bound, (SAVER_ALONE, SAVED, metric), unit=unit)
+        yield Target(f"saver, {metric}", bound, (SMALL_SAVES, OURS, metric), unit=unit)
     for case in (DCP, *DCP_LARGE):
         for metric, bound in (("stall", 0.7), ("durable", 0.6)):
             ours, least = ((case, name, metric) for name in (PLUG_INS, "best peer"))
@@ -162,7 +157,7 @@ def table() -> str:
     """Return the table of the last full runs, in Markdown."""
     lines = ["| figure | case | target | measured |", "|---|---|---|---|"]
     measured: Medians = {}
-    for name in ("full", "dcp", "drivers"):
+    for name in ("full", "dcp"):
         if (path := Path(__file__).parent / "results" / f"{name}.json").exists():
             measured |= medians_of(path)
     for result in results(measured):

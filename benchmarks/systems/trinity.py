@@ -1,47 +1,69 @@
-"""trinity_sync's data path: staging in each rank, persist and commit in a separate process.
+"""trinity_sync as it is used: the coordinator of every rank, and what commits its saves.
 
-That process stands for the warm Ray worker of the full stack (see ``trinity_drivers``), so these
-are the costs to the trainer and the disk without those of orchestration. The variants differ in one
-thing each, and have one slot, which is enough where every save is waited for.
+That is the saver, a process that the first save starts, or a flow run for each save on the local
+stack that the environment names. The variants differ in one thing each. They have one slot, which
+is enough where every save is waited for, but for `Trinity` itself.
 """
 
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+import os
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import psutil
+
 from benchmarks.systems.base import System
-from benchmarks.writing import write_out
-from trinity_sync.client.state_saver import StateSaver
+from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_stage
 from trinity_sync.layout import shard_file, step_folder
-from trinity_sync.snapshot.identity import Origin, SaveId
-from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-from trinity_sync.snapshot.stager import Stager, estimate_nbytes
+from trinity_sync.settings import Settings
+from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.stack.local_stack import find
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
-from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.restore import fill_states, load_shards, load_states
 
 if TYPE_CHECKING:
     from benchmarks.training import Training
 
 COMPONENTS = ("model", "optim", "extra_state")
-ROLES = ("actor",)
+ROLE = "actor"
 
 
-class Committed(System):
-    """Steps of a job in ``folder``, loaded as the checkpoint manager loads them."""
+class Trinity(System):
+    """The saver, also where there is a stack; its spool is not that of the stack."""
 
-    spool: JobSpool
+    name = "trinity_sync"
+    at_once = 2
+    restores_from_memory = True
+    overlaps: ClassVar[bool] = False
     can_reuse_blocks: ClassVar[bool] = False
     """Whether the files of a step that is removed are kept to be written over."""
-    restores_from_memory = True
 
     def __init__(self, training: "Training", folder: Path) -> None:
         self.training, self.folder = training, folder
+        self._settings = self.make_settings()
+        self._saves = CheckpointCoordinator.of_process_group(folder, settings=self._settings)
+
+    def make_settings(self) -> Settings:
+        """Return the settings of the coordinator."""
+        shared = self.training.shared
+        spool, home = shared / f"{self.folder.name}.spool", shared / f"{self.folder.name}.home"
+        return Settings(slots=self.at_once, saver="built-in", spool=spool, home=home)
+
+    def save(self, step: int) -> None:
+        """Stage, and submit the save in the background."""
+        self._saves.save(step, self.training.state(get_model_state_to_stage), overlap=self.overlaps)
+
+    def before_update(self) -> None:
+        """Wait for an overlapped copy."""
+        self._saves.wait_staged()
+
+    def wait(self) -> None:
+        """Wait until this process knows of the commit."""
+        self._saves.wait_all(120)
 
     def load(self, step: int) -> None:
         """Load from disk."""
@@ -49,11 +71,11 @@ class Committed(System):
 
     def load_from_memory(self, step: int) -> None:
         """Load from the slots, as after the death of a trainer whose node survives."""
-        self._load(step, self.spool)
+        self._load(step, self._saves.spool)
 
     def _load(self, step: int, spool: JobSpool | None) -> None:
         rank, ranks = self.training.rank, self.training.size.ranks
-        files = [f"{ROLES[0]}/{shard_file(name, ranks, rank)}" for name in COMPONENTS]
+        files = [f"{ROLE}/{shard_file(name, ranks, rank)}" for name in COMPONENTS]
         shards = load_shards(self.folder, step, files, spool=spool, borrow=files[:1])
         expected = "disk" if spool is None else "spool"
 
@@ -70,59 +92,27 @@ class Committed(System):
         return step_folder(self.folder, step)
 
     def discard(self, step: int) -> None:
-        """Remove the step; its files may be reused for the next one."""
+        """Remove the step once its slots are free, which the next system would feel."""
+        end = time.monotonic() + 30
+        while self._saves.spool.tickets()[0] and time.monotonic() < end:
+            time.sleep(0.05)
         nbytes = 2 * self.training.size.nbytes
         remove_folder(self.folder, self.files(step), keep=nbytes if self.can_reuse_blocks else 0)
 
-
-class Trinity(Committed):
-    """Staging, persist and commit; no flow, no task, no HTTP."""
-
-    name = "trinity_sync"
-    at_once = 2
-    overlaps: ClassVar[bool] = False
-
-    def __init__(self, training: "Training", folder: Path) -> None:
-        super().__init__(training, folder)
-        self.spool = open_job_spool(training.shared / "spool", folder)
-        self._stager = Stager(self.spool, slots=self.at_once)
-        self._states = StateSaver(self._stager, lambda origin, _: self._write(origin.step))
-        self._writer: ProcessPoolExecutor | None = None
-        if training.rank == 0:
-            context = multiprocessing.get_context("spawn")
-            self._writer = ProcessPoolExecutor(1, mp_context=context)
-        self._saving: Future[Any] | None = None
-
-    def save(self, step: int) -> None:
-        """Stage; rank 0 has the step written as soon as its images are sealed."""
-        root, rank, ranks = str(self.folder), self.training.rank, self.training.size.ranks
-        origin = Origin(root, 1, "", step, "checkpoint", ROLES, ROLES[0], rank, ranks)
-        self._states.save(
-            origin, self.training.state(get_model_state_to_stage), overlap=self.overlaps
-        )
-
-    def before_update(self) -> None:
-        """Wait for an overlapped copy."""
-        self._states.wait_staged()
-
-    def _write(self, step: int) -> None:
-        if self._writer:
-            save = SaveId(str(self.folder), 1, "", step, "checkpoint", ROLES)
-            ranks = {ROLES[0]: tuple(range(self.training.size.ranks))}
-            share = NodeShards("here", str(self.spool.folder), ranks)
-            self._saving = self._writer.submit(write_out, share, save, COMPONENTS)
-
-    def wait(self) -> None:
-        """Wait for the commit."""
-        if self._saving:
-            self._saving.result()
-            self._saving = None
+    def daemons(self) -> Sequence[int]:
+        """Return the saver, on one rank only."""
+        return list_savers(self._settings.spool) if self.training.rank == 0 else []
 
     def close(self) -> None:
-        """End the writer and remove the slots."""
-        if self._writer:
-            self._writer.shutdown()
-        self._states.close()
+        """Release the slots."""
+        self._saves.close()
+
+
+def list_savers(spool: Path) -> list[int]:
+    """Return the processes of the savers of a spool."""
+    words = ["trinity_sync.saver", str(spool)]
+    processes = psutil.process_iter(["cmdline"])
+    return [each.pid for each in processes if (each.info["cmdline"] or [])[2:4] == words]
 
 
 class Prewarmed(Trinity):
@@ -132,12 +122,7 @@ class Prewarmed(Trinity):
 
     def __init__(self, training: "Training", folder: Path) -> None:
         super().__init__(training, folder)
-        sources = {"model": training.model, "optim": training.optimizer}
-        sizes = [
-            (ROLES[0], name, training.rank, estimate_nbytes(source))
-            for name, source in sources.items()
-        ]
-        self._stager.memory.map_slots(lambda: sizes)
+        self._saves.prewarm({"model": training.model, "optim": training.optimizer})
 
 
 class InPlace(Trinity):
@@ -156,8 +141,8 @@ class InPlace(Trinity):
         }
         live = self.training.state()
         del live["extra_state"]
-        filled = fill_states(self.folder, role=ROLES[0], live=live, **own)
-        rest = load_states(self.folder, step, ROLES[0], only=["extra_state"], **own)
+        filled = fill_states(self.folder, role=ROLE, live=live, **own)
+        rest = load_states(self.folder, step, ROLE, only=["extra_state"], **own)
         self.training.resume({"optim": filled["optim"], **rest}.items())
 
 
@@ -174,4 +159,39 @@ class Recycled(Trinity):
 
     name = "trinity_sync, recycled files"
     at_once = 1
+    can_reuse_blocks = True
+
+
+class WithPrefect(Trinity):
+    """A flow run for each save."""
+
+    name = "trinity_sync + Prefect"
+    at_once = 1
+
+    def make_settings(self) -> Settings:
+        """See `Trinity.make_settings`."""
+        return Settings(slots=1, saver="stack")
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """Return why it cannot run where no stack was started for the case."""
+        return "" if "PREFECT_API_URL" in os.environ else "no stack in this case"
+
+    def daemons(self) -> Sequence[int]:
+        """Return the processes of the stack (server, Ray and worker), on one rank only."""
+        state = find(self._settings) if self.training.rank == 0 else None
+        return [daemon.pid for daemon in state.daemons] if state else []
+
+
+class PrefectOverlapped(WithPrefect):
+    """Staging during the next forward and backward pass."""
+
+    name = "trinity_sync + Prefect, overlapped"
+    overlaps = True
+
+
+class PrefectRecycled(WithPrefect):
+    """Writing over the files of the step that was removed last."""
+
+    name = "trinity_sync + Prefect, recycled files"
     can_reuse_blocks = True

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from benchmarks.systems.dcp import collect_state, resume_from
-from benchmarks.systems.trinity_drivers import PrefectRecycled
+from benchmarks.systems.trinity import PrefectRecycled
 from trinity_sync.integrations.dcp import DcpSaver, StepReader
 
 if TYPE_CHECKING:

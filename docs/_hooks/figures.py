@@ -15,8 +15,8 @@ def costs() -> str:
 
     found = medians_of(RECORDS)
     rows = [
-        ("**trinity_sync**, full stack", WITH_PREFECT, ORCHESTRATED),
-        ("trinity_sync's data path, without Prefect", GIB, RECYCLED),
+        ("**trinity_sync**", GIB, RECYCLED),
+        ("**trinity_sync**, with the stack", WITH_PREFECT, ORCHESTRATED),
         ("DCP `async_save`, thread", GIB, "DCP async, thread"),
         ("DCP `async_save`, process", GIB, "DCP async, process"),
         ("torch-checkpointing", GIB, "torch-checkpointing"),
@@ -35,27 +35,29 @@ def costs() -> str:
 def drivers() -> str:
     """Compare the two drivers of a save, from the recorded run."""
     from benchmarks.targets import (
-        DRIVERS,
+        FLOW,
+        GIB,
         ORCHESTRATED,
-        SAVED,
-        SAVER_ALONE,
-        WITH_SAVER,
+        OURS,
+        RECYCLED,
+        SMALL_SAVES,
+        WITH_PREFECT,
         medians_of,
     )
 
-    found = medians_of(RECORDS.parent / "drivers.json")
+    found = medians_of(RECORDS)
     rows = [
-        ("Prefect", DRIVERS, "trinity_sync + Prefect", ORCHESTRATED),
-        ("the saver, next to an idle stack", DRIVERS, SAVED, f"{SAVED}, recycled files"),
-        ("the saver, without a stack", WITH_SAVER, SAVED, f"{SAVED}, recycled files"),
-        ("for comparison: a raw write there", WITH_SAVER, "raw write", "raw write, existing file"),
+        ("Prefect", WITH_PREFECT, FLOW, ORCHESTRATED),
+        ("the saver, next to an idle stack", WITH_PREFECT, OURS, RECYCLED),
+        ("the saver, without a stack", GIB, OURS, RECYCLED),
+        ("for comparison: a raw write there", GIB, "raw write", "raw write, existing file"),
     ]
     lines = ["| 1 GiB is on disk after | new files | files of a removed step |", "|---|---|---|"]
     for name, case, fresh, recycled in rows:
         seconds = (found[case, system, "durable"] for system in (fresh, recycled))
         lines.append(f"| {name} | {' | '.join(f'{each:.2f} s' for each in seconds)} |")
     cpu, at_rest, mb, committed = (
-        found[SAVER_ALONE, SAVED, metric]
+        found[SMALL_SAVES, OURS, metric]
         for metric in ("cpu a save", "cores at rest", "RSS", "committed")
     )
     return "\n".join(lines) + (
