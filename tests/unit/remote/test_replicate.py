@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -406,39 +406,38 @@ def test_what_is_corrupted_or_not_committed_here_is_not_copied(
     assert not Remote(url).list_file_sizes(5)
 
 
-def test_what_is_corrupted_here_takes_the_place_of_no_copy(
-    commit: Callable[..., Job], any_url: str
-) -> None:
+@contextmanager
+def copied_by_an_earlier_run(commit: Callable[..., Job], url: str) -> Iterator[Path]:
+    """A root with another step 4 than its copy, which the block leaves as it is."""
     job = commit(4)
-    replicate(job.root, any_url, 4)
-    good = Remote(any_url).read_step(4)
+    replicate(job.root, url, 4)
+    good = Remote(url).read_step(4)
     for key in ("first", "second"):
         open_run(job.root, key, 0)
     commit(4, run=2, value=-4)
-    path = job.root / "global_step_4" / file_of(4)
-    flip_a_byte(path, path.stat().st_size // 2)
-    with pytest.raises(CommitError, match="is corrupted"):
-        replicate(job.root, any_url, 4)
-    assert Remote(any_url).read_step(4) == good
-    assert not Remote(any_url).find_mismatch(4, good.manifest.find_file(file_of(4)), lambda _: None)
+    yield job.root
+    assert Remote(url).read_step(4) == good
+    assert not Remote(url).find_mismatch(4, good.manifest.find_file(file_of(4)), lambda _: None)
+
+
+def test_what_is_corrupted_here_takes_the_place_of_no_copy(
+    commit: Callable[..., Job], any_url: str
+) -> None:
+    with copied_by_an_earlier_run(commit, any_url) as root:
+        path = root / "global_step_4" / file_of(4)
+        flip_a_byte(path, path.stat().st_size // 2)
+        with pytest.raises(CommitError, match="is corrupted"):
+            replicate(root, any_url, 4)
 
 
 def test_a_copy_whose_manifest_a_store_does_not_find_at_once_is_not_written_over(
     commit: Callable[..., Job], any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = commit(4)
-    replicate(job.root, any_url, 4)
-    good = Remote(any_url).read_step(4)
-    for key in ("first", "second"):
-        open_run(job.root, key, 0)
-    commit(4, run=2, value=-4)
-    with monkeypatch.context() as patch:
+    with copied_by_an_earlier_run(commit, any_url) as root, monkeypatch.context() as patch:
         patch.setattr(Remote, "read_file", lambda *_: None)  # as a cache of the store answers
         with pytest.raises(RemoteError, match="retry"):
-            replicate(job.root, any_url, 4)
-    assert Remote(any_url).read_step(4) == good
-    assert not Remote(any_url).find_mismatch(4, good.manifest.find_file(file_of(4)), lambda _: None)
-    assert replicate(job.root, any_url, 4).uploaded == 1
+            replicate(root, any_url, 4)
+    assert replicate(root, any_url, 4).uploaded == 1
 
 
 def test_no_age_removes_a_copy_once_a_step_was_committed_in_the_future(job: Job, url: str) -> None:
