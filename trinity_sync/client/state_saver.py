@@ -527,7 +527,8 @@ class FunctionRunner:
                     except OSError as error:
                         if not wait_s:
                             raise
-                        logger.warning("end of %s: again in %d s: %s", status.name, wait_s, error)
+                        told = "Cannot record the end of save %r of step %d, will retry in %d s: %s"
+                        logger.warning(told, status.name, status.step, wait_s, error)
                         time.sleep(wait_s)
                 return None
         except BaseException as error:

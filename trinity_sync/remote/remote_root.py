@@ -233,7 +233,7 @@ class Remote:
         """Remove what another commit of a step has left there; it must have no manifest by now."""
         found = self.list_file_sizes(manifest.step)
         if MANIFEST in found:  # which a read has just not found
-            raise RemoteError(f"{self.url} commits step {manifest.step} only now; retry")
+            raise RemoteError(f"step {manifest.step} in {self.url} has a manifest by now; retry")
         for path in found.keys() - {record.path for record in manifest.files}:
             if not path.startswith(f"{UPLOADED}/"):
                 with self._translate_errors(f"remove {path} of step {manifest.step} from"):

@@ -379,7 +379,8 @@ def test_a_function_whose_end_is_written_at_the_second_try_is_called_once(
         register(saves, 2)
         with is_full(small_disk):
             go.set()
-            await_that(lambda: "end of own: again in 1 s" in caplog.text, "it was tried")
+            told = "Cannot record the end of save 'own' of step 2, will retry in 1 s: "
+            await_that(lambda: told in caplog.text, "it was tried")
         saves.wait_all(60)
         assert Checkpoints(saves.root).steps() == [1, 2]
     assert calls == [True]
