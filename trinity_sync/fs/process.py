@@ -41,7 +41,7 @@ def lower_session_priority(pid: int, nice: int) -> None:
     """
     group = Path(f"/proc/{pid}/autogroup")
     for _ in range(10):
-        with suppress(FileNotFoundError, PermissionError):  # there are no autogroups
+        with suppress(OSError):  # there are none, they are off, or it has ended
             try:
                 group.write_text(f"{nice}")
             except BlockingIOError:  # the kernel allows one change in 0.1 s to a user

@@ -21,7 +21,7 @@ import pytest
 from tests.support.disk import no_file_above
 from tests.support.waiting import until
 from trinity_sync.errors import StackError
-from trinity_sync.fs.process import is_process_alive, read_process_identity
+from trinity_sync.fs.process import is_process_alive, lower_session_priority, read_process_identity
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.daemon import Daemon
@@ -254,11 +254,19 @@ def test_a_daemon_and_its_session_yield_to_the_training(
         threads = [int((tmp_path / "thread").read_text()), started.pid, leader.children()[0].pid]
         assert [os.getpriority(os.PRIO_PROCESS, each) for each in threads] == [19] * 3
         group = Path(f"/proc/{started.pid}/autogroup")
-        if group.exists():  # otherwise the niceness of the process counts
-            assert group.read_text().split()[-1] == "19"
+        if group.exists() and (told := group.read_text()):  # otherwise that of the process counts
+            assert told.split()[-1] == "19"
     finally:
         daemon.stop(started, 5)
     daemon.lower_priority(started, 19)  # it has ended, and is left alone
+
+
+def test_a_process_without_a_group_of_its_session_keeps_its_priority() -> None:
+    """The kernel refuses the change of a process that was started in no session."""
+    group = Path("/proc/2/autogroup")  # of the parent of the kernel's threads
+    if not group.exists() or group.read_text():
+        pytest.skip("the kernel's threads are not seen here")
+    lower_session_priority(2, 19)
 
 
 def test_looks_at_a_server_that_starts_leave_it_the_cpu() -> None:
