@@ -43,6 +43,8 @@ QUIET = {
     "OMP_WAIT_POLICY": "passive",  # next to other tests, threads that spin take a core
     "TRINITY_SYNC_CONFIG": os.devnull,  # not the user's own file
     "TRINITY_SYNC_STACK__SERVER__PORT": "0",
+    # tests on all cores await savers and stacks, which have sessions of their own
+    "TRINITY_SYNC_STACK__WORKER__NICE": "0",
     # no test looks at the UI or its blocks, which take a server seconds to copy and to register
     "PREFECT_UI_ENABLED": "false",
     "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
@@ -50,8 +52,6 @@ QUIET = {
 }
 STACK_VARIABLES = {
     "TRINITY_SYNC_STACK__IO__MAX_MB_PER_S": "160",
-    # tests that run next to others on all cores await it
-    "TRINITY_SYNC_STACK__WORKER__NICE": "0",
     # a test that begins at three at night sees no more runs than another
     "TRINITY_SYNC_STACK__MAINTENANCE__SCHEDULES": "false",
 }

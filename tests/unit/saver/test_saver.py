@@ -341,6 +341,7 @@ def test_settings_that_no_saver_can_start_with_fail_the_save_with_their_reason(
     config = tmp_path / "trinity_sync.toml"
     config.write_text("[worker]\nnice = 99\n")
     monkeypatch.setenv("TRINITY_SYNC_CONFIG", str(config))
+    monkeypatch.delenv("TRINITY_SYNC_STACK__WORKER__NICE")
     saves = coordinator()
     saves.save(1, {"model": {"w": torch.ones(3)}})
     with pytest.raises(SaveFailedError, match=r"exit code 1: .*nice = 99 in \[worker\]"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import environment
+from tests.conftest import QUIET, environment
 from tests.support.command import invoke
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.settings import CONFIG, Settings, StackSettings
@@ -26,6 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(daemon, "SILENT_S", 0.1)
     folder = tmp_path / "home"
     folder.mkdir()
+    monkeypatch.delitem(QUIET, "TRINITY_SYNC_STACK__WORKER__NICE")  # these change it
     with environment({"TRINITY_SYNC_HOME": str(folder)}):
         yield folder
 
