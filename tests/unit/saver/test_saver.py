@@ -156,12 +156,12 @@ def test_savers_of_two_containers_may_have_the_same_process_id(tmp_path: Path) -
 def test_a_saver_that_hangs_is_named_with_what_to_type(
     saves: Saves, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_control, "SILENT_S", 0.2)
     saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
     env = settings.to_variables() | {"PREFECT_API_URL": ""}
     runs = invoke("status", env=env)
     assert (runs.exit_code, "unresponsive" in runs.output) == (0, False)
     hangs = suspend_saver(settings.spool)
+    monkeypatch.setattr(saver_control, "SILENT_S", 0.2)
     found = invoke("status", env=env)
     assert (found.exit_code, f"kill -9 {hangs.pid}" in found.output) == (3, True)
     hangs.kill()

@@ -54,7 +54,8 @@ def test_a_daemon_that_ends_is_reported_with_the_telling_line_of_this_start(tmp_
 BUSY = """
 import os, pathlib, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-pathlib.Path(sys.argv[1]).touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
 while time.process_time() < float(sys.argv[2]):
     pass
 pathlib.Path(sys.argv[1] + " ended").touch()
@@ -65,13 +66,12 @@ time.sleep(60)
 def test_a_daemon_that_gets_no_cpu_is_waited_for_longer(tmp_path: Path) -> None:
     def begin(name: str, cpu_s: str) -> Daemon:
         command = [sys.executable, "-c", BUSY, name, cpu_s]
-        begun = daemon.start(command, env={}, cwd=tmp_path, log=tmp_path / f"{name}.log")
-        until((tmp_path / name).exists, f"{name} to begin")
-        return begun
+        return daemon.start(command, env={}, cwd=tmp_path, log=tmp_path / f"{name}.log")
 
     others = begin("others", "60")
     starved = begin("starved", "0.4")
     daemon.lower_priority(starved, 10)
+    (tmp_path / "go").touch()
     try:
         daemon.await_ready("it", starved, (tmp_path / "starved ended").exists, 1)
         assert daemon._read_cpu_wait(starved) > 1
