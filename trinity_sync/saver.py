@@ -196,18 +196,13 @@ class Saver:
     """The saver of a node's spool, which is a folder with one folder per job."""
 
     def __init__(
-        self,
-        spool: Path,
-        stack: StackSettings,
-        settings: Settings | None = None,
-        name: str = "",
-        api_url: str | None = None,
+        self, spool: Path, stack: StackSettings, settings: Settings | None = None, name: str = ""
     ) -> None:
         self._spool = spool
         settings = settings or Settings()
         self._node, self._home = settings.node, settings.home
-        self._name = name or name_saver(api_url)
-        self._requests = FlowRunRequests(PrefectApi(settings, api_url), self._look_again)
+        self._name = name or name_saver()
+        self._requests = FlowRunRequests(PrefectApi(settings), self._look_again)
         self._wake = wake_path(spool, self._name)
         self._stack = stack
         self._lock = threading.Lock()
@@ -526,14 +521,14 @@ def main() -> None:
         stack = StackSettings()
     except ConfigError as error:  # the last line of the log is what trainers tell
         sys.exit(" ".join(str(error).split()))
-    name, *server = sys.argv[2:] or [name_saver()]
-    if not name.endswith(OF_WORKER) and name != name_saver(*(url or None for url in server)):
+    name = sys.argv[2] if sys.argv[2:] else name_saver()
+    if not name.endswith(OF_WORKER) and name != name_saver():
         sys.exit(  # it would read no job of the trainer, which would wait for ever
             f"the trainer has another release of trinity_sync than {Path(__file__).parent}, which "
             f"{sys.executable} imports. Name the folder of the trainer's in PYTHONPATH"
         )
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts one for each core otherwise
-    saver = Saver(Path(sys.argv[1]), stack, Settings(), *sys.argv[2:])
+    saver = Saver(Path(sys.argv[1]), stack, Settings(), name)
     signal.signal(signal.SIGTERM, saver.hurry)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     lower_session_priority(os.getpid(), stack.worker.nice)

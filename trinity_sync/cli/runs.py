@@ -111,7 +111,7 @@ def retry(root: Root, step: Step, output: Output = "table") -> None:
         where = save.url or where
     else:
         if settings.saver == "stack":
-            find_server(settings.home, None)  # otherwise nothing would save it
+            find_server(settings.home)  # otherwise nothing would save it
         spool = open_job_spool(settings.spool, root)
         retry_images(spool, *save.save)
         SaveTrigger(settings).ensure_saver(spool.folder.name)

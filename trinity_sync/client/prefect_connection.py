@@ -351,7 +351,7 @@ def _connect(server: Server) -> "httpx.AsyncClient":
     )
 
 
-def find_server(home: Path, given_url: str | None) -> Server:
+def find_server(home: Path, given_url: str | None = None) -> Server:
     """Return the server that is named now; ``home`` is `Settings.home`.
 
     Raises:

@@ -103,16 +103,14 @@ class SaverControl:
     Args:
         spool: the node's spool, with one folder per job.
         home: folder of the saver's log; the spool, if it cannot be written.
-        api_url: as of `PrefectApi`.
         name: that of the saver, if it is not `name_saver` of this process.
     """
 
-    def __init__(self, spool: Path, home: Path, api_url: str | None = None, name: str = "") -> None:
+    def __init__(self, spool: Path, home: Path, name: str = "") -> None:
         self._spool = spool
         self._home = home
-        self._api_url = api_url
         self._given_name = name
-        self._name = name or name_saver(api_url)
+        self._name = name or name_saver()
         self._log = home / LOG
         self._pipe = -1
         self._started: subprocess.Popen[bytes] | None = None
@@ -130,7 +128,7 @@ class SaverControl:
         """
         path = self._spool / job / SERVED
         with self._lock:
-            name = self._given_name or name_saver(self._api_url)
+            name = self._given_name or name_saver()
             if name != self._name:  # another server was named since
                 self.close()
                 self._name, self._started = name, None
@@ -227,15 +225,14 @@ class SaverControl:
                 "interpreter of this environment, or run: trinity-sync up"
             )
         self._starts += 1
-        arguments = str(self._spool.absolute()), self._name, self._api_url or ""
-        home = str(self._home.absolute())
+        spool, home = str(self._spool.absolute()), str(self._home.absolute())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # inherited
         try:
             make_own_folder(self._spool)
             with self._open_log() as log:
                 self._log_nbytes = log.seek(0, os.SEEK_END)
                 self._started = subprocess.Popen(
-                    [sys.executable, "-m", "trinity_sync.saver", *arguments],
+                    [sys.executable, "-m", "trinity_sync.saver", spool, self._name],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -273,15 +270,14 @@ class SaverControl:
 
 
 class SaveTrigger:
-    """Has the saver of this node drive saves; arguments as of `PrefectApi`.
+    """Has the saver of this node drive saves.
 
     `submit` may be called by any thread; `send` and `find_failures` are those of `CommitWatcher`.
     """
 
-    def __init__(self, settings: Settings | None = None, api_url: str | None = None) -> None:
+    def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or Settings()
-        self._api_url = api_url
-        self._saver = SaverControl(self._settings.spool, self._settings.home, api_url)
+        self._saver = SaverControl(self._settings.spool, self._settings.home)
         self._after_s: float | None = None
         """Seconds after which the saver of this node commits what no flow run has begun: 0 if it
         commits all saves, and requests no flow run; infinite if it only requests them; None if it
@@ -316,7 +312,7 @@ class SaveTrigger:
         """Look for a server, which decides what the saver of this node does; ask it nothing."""
         self._server = self._lacks_server = ""
         try:
-            self._server = find_server(self._settings.home, self._api_url).identity
+            self._server = find_server(self._settings.home).identity
         except PrefectApiError as error:
             self._lacks_server = str(error)
         if self._settings.saver == "auto":
@@ -378,7 +374,7 @@ class SaveTrigger:
             PrefectApiError: it cannot; the message says what to do.
         """
 
-        ask_server(self._settings, PrefectApi.require_deployment, self._api_url, answer_s=CHECK_S)
+        ask_server(self._settings, PrefectApi.require_deployment, answer_s=CHECK_S)
 
     def submit(self, request: SaveRequest) -> None:
         """Have the next `send` wake the saver for a save, whose images are sealed."""
@@ -485,14 +481,14 @@ class SaveTrigger:
         return found
 
 
-def name_saver(api_url: str | None = None) -> str:
+def name_saver() -> str:
     """Return the name of the saver of processes with this one's umask, mount namespace and server.
 
-    The server is the one that ``api_url`` or the environment names, with its password. A saver of a
-    release with other formats reads none of their jobs.
+    The server is the one that the environment names, with its password. A saver of a release with
+    other formats reads none of their jobs.
     """
     named = {name: value for name, value in os.environ.items() if name.startswith(_OF_SERVER)}
-    what = SPOOL_FORMAT, ROOT_FORMAT, api_url, sorted(named.items())
+    what = SPOOL_FORMAT, ROOT_FORMAT, sorted(named.items())
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:8]
     return f"{read_umask():03o}-{Path('/proc/self/ns/mnt').stat().st_ino}-{digest}"
 

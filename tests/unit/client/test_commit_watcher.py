@@ -192,7 +192,7 @@ def test_a_manifest_is_read_again_only_when_it_has_changed(
 
 
 def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(
-    job: Job, settings: Settings
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment = str(uuid4())
     run = {"id": str(uuid4()), "flow_id": str(uuid4()), "name": "save"}
@@ -209,7 +209,8 @@ def test_no_run_is_requested_for_evicted_images_and_their_saves_fail(
         return [body["parameters"]["request"]["step"] for body in bodies]
 
     with server(answers, asked=asked) as url:
-        watcher = CommitWatcher(SaveTrigger(settings, url), job.spool)
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        watcher = CommitWatcher(SaveTrigger(settings), job.spool)
         for request in requests:  # two slots: the later two evict the images of the first two
             job.stage(request.step, {"model": {"w": torch.zeros(3)}})
             watcher.follow(request, submit=True)

@@ -149,14 +149,19 @@ def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
 
 
 def test_a_trainer_whose_address_is_no_prefect_server_says_which_it_asked(
-    job: Job, spool_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: Job,
+    spool_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     not_deployed = {"/deployments/name": (404, '{"detail": "Deployment not found"}')}
     cases = (({}, "is not the API of a Prefect server"), (not_deployed, "run: trinity-sync deploy"))
     for answers, said in cases:
         with server(answers) as url, caplog.at_level(logging.WARNING):
+            monkeypatch.setenv("PREFECT_API_URL", url)
             settings = Settings(home=tmp_path, spool=spool_folder)
-            watcher = CommitWatcher(SaveTrigger(settings, url), job.spool)
+            watcher = CommitWatcher(SaveTrigger(settings), job.spool)
             job.stage(1, {"model": {"w": torch.zeros(3)}})
             watcher.follow(job.request(1, components=("model",)), submit=True)
             await_that(lambda: any(url in each for each in caplog.messages), "it says which")
