@@ -166,8 +166,7 @@ def forget(
 ) -> None:
     """Remove a finished job from the catalog and from the scheduled flows of this node."""
     from trinity_sync.catalog import get_catalog_url, list_jobs, open_catalog, remove_job
-    from trinity_sync.orchestration.job_registry import unregister_job
-    from trinity_sync.snapshot.identity import list_registered_roots
+    from trinity_sync.snapshot.identity import list_registered_roots, registry_path
 
     settings = read_settings()
     with open_catalog(get_catalog_url(settings)) as engine:
@@ -179,7 +178,7 @@ def forget(
             yes=yes,
         )
         remove_job(engine, root)
-    unregister_job(settings, root)
+    registry_path(settings.home, root).unlink(missing_ok=True)
     text = f"removed {root} from the catalog; its files stay, and its next commit adds it again"
     print_object("job", ForgottenJob(str(root)), output, text)
 

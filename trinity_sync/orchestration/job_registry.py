@@ -10,7 +10,7 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError
 from trinity_sync.orchestration.root_threads import RootVisits
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.identity import list_registered_roots, registry_path
+from trinity_sync.snapshot.identity import list_registered_roots
 
 ANSWER_S = 10.0
 """Seconds in which a root answers, unless its file system hangs."""
@@ -34,11 +34,6 @@ def _is_known(stack: StackSettings, root: Path) -> bool:
         return is_allowed(stack, root) and root.is_dir()
     except OSError:  # such as of a mount whose server is gone
         return False
-
-
-def unregister_job(settings: Settings, root: str | Path) -> None:
-    """Remove a root from the registry, if it is there."""
-    registry_path(settings.home, root).unlink(missing_ok=True)
 
 
 def select_roots(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.orchestration.job_registry import list_known_roots, select_roots, unregister_job
+from trinity_sync.orchestration.job_registry import list_known_roots, select_roots
 from trinity_sync.settings import Settings, StackSettings
-from trinity_sync.snapshot.identity import register_root
+from trinity_sync.snapshot.identity import register_root, registry_path
 
 
 def job_at(path: Path) -> Path:
@@ -24,7 +24,7 @@ def test_jobs_are_known_while_they_are_there_allowed_and_not_forgotten_or_if_the
     assert sorted(list_known_roots(settings)) == [one, two]
     allowed = StackSettings(worker={"allowed_paths": [two]})
     assert list_known_roots(settings, allowed) == [two]
-    unregister_job(settings, one)
+    registry_path(settings.home, one).unlink()
     assert list_known_roots(settings) == [two]
     (settings.home / "roots/torn.json").write_text("{")
     two.rename(tmp_path / "away")
