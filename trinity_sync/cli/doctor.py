@@ -8,7 +8,7 @@ import typer
 
 from trinity_sync.cli.app import DONE, PROBLEM_FOUND, app, read_settings, require_existing
 from trinity_sync.cli.completion import complete_root
-from trinity_sync.cli.output import Output, is_text, paint, print_document
+from trinity_sync.cli.output import Output, paint, print_document
 
 if TYPE_CHECKING:
     from trinity_sync.stack.doctor_job import Check
@@ -33,9 +33,9 @@ def doctor(
     checks = []
     for check in run_checks(read_settings(), require_existing(job).resolve() if job else None):
         checks.append(check)
-        if is_text(output):
+        if output == "table":
             _print_check(check)
-    if not is_text(output):
+    if output == "json":
         print_document("checks", checks)
     raise typer.Exit(PROBLEM_FOUND if any(each.state == "fail" for each in checks) else DONE)
 

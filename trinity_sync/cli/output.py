@@ -100,11 +100,6 @@ def to_json(value: Any, key: str = "") -> Any:
     return None if value == "" else value
 
 
-def is_text(output: Output) -> bool:
-    """Return whether a format is read by people."""
-    return output == "table"
-
-
 def print_rows(
     noun: str, rows: Sequence[Any], output: Output, columns: str, *, empty: str = ""
 ) -> None:

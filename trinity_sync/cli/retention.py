@@ -20,7 +20,7 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table
+from trinity_sync.cli.output import Output, print_object, print_rows, print_table
 from trinity_sync.cli.rows import MetricRow, PrunedStep, PruneReport, Unpinned
 from trinity_sync.errors import ConfigError, StepInUseError
 from trinity_sync.layout import parse_number
@@ -80,7 +80,7 @@ def prune(
         plan = plan_prune(root, Rules.of_job(job, **given, **others))
     if not dry_run:
         if not yes and (plan.changed or plan.quarantine):
-            if is_text(output):
+            if output == "table":
                 _print_pruned(_describe(plan, dry_run=True), str(root))
             confirm(f"remove {_count(plan)} of {root}, {format_bytes(plan.nbytes)}", yes=yes)
         if is_folder:

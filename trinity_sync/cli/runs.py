@@ -19,7 +19,7 @@ from trinity_sync.cli.app import (
     with_hint,
 )
 from trinity_sync.cli.completion import complete_step
-from trinity_sync.cli.output import Output, is_text, print_document, print_object, print_rows
+from trinity_sync.cli.output import Output, print_document, print_object, print_rows
 from trinity_sync.errors import (
     CommitError,
     PrefectApiError,
@@ -61,13 +61,13 @@ def runs(
     rows, unanswered = read_saves(require_existing(root))
     if failed:
         rows = [row for row in rows if row.status == "failed"]
-    most = limit or (MAX_ROWS if is_text(output) else len(rows))
+    most = limit or (MAX_ROWS if output == "table" else len(rows))
     what = "failed save" if failed else "save"
     columns = "step run kind status since seconds reason"
     print_rows("saves", rows[:most], output, columns, empty=f"no {what} of {root} is known")
-    if (retry := next((row.retry for row in rows if row.retry), None)) and is_text(output):
+    if (retry := next((row.retry for row in rows if row.retry), None)) and output == "table":
         typer.echo(f"hint: cause removed: {retry}", err=True)
-    if len(rows) > most and is_text(output):
+    if len(rows) > most and output == "table":
         typer.echo(f"{len(rows) - most:,} older saves not shown; use --limit", err=True)
     if unanswered:
         raise unanswered

@@ -15,7 +15,7 @@ import typer
 
 from trinity_sync.cli.app import DONE, PROBLEM_FOUND, Yes, app, confirm, read_settings, with_hint
 from trinity_sync.cli.config import ConfigFile
-from trinity_sync.cli.output import Output, is_text, print_object, print_rows, print_table
+from trinity_sync.cli.output import Output, print_object, print_rows, print_table
 from trinity_sync.cli.rows import DeploymentRow, StoppedStack, UiReport
 from trinity_sync.errors import PrefectApiError, SpoolError, StackError, from_extra
 from trinity_sync.orchestration.quantities import format_duration
@@ -277,7 +277,7 @@ def ui(
         text += f"\npassword: {report.password}"
     print_object("ui", report, output, text)
     has_screen = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
-    if browser and is_text(output) and sys.stdout.isatty() and has_screen:
+    if browser and output == "table" and sys.stdout.isatty() and has_screen:
         webbrowser.open(report.url)
 
 

@@ -10,7 +10,6 @@ from trinity_sync.cli.app import Root, RootOrUrl, Step, app, require_existing, r
 from trinity_sync.cli.output import (
     Output,
     format_time,
-    is_text,
     paint,
     print_object,
     print_rows,
@@ -44,7 +43,7 @@ def list_steps(
     """List the steps of a job with their status, and the saves in flight."""
     from trinity_sync.layout import steps_on_disk
 
-    most = limit or (MAX_ROWS if is_text(output) else None)
+    most = limit or (MAX_ROWS if output == "table" else None)
     saves: dict[int, SaveRow] = {}
     if "://" in root:
         left_out, rows = _take_last(_list_remote(root), most)
@@ -56,7 +55,7 @@ def list_steps(
         rows = _read_rows(base, steps, saves)
     columns = "step run kind bytes committed_at status notes"
     print_rows("steps", rows[::-1], output, columns, empty=f"no steps in {root}")
-    if left_out and is_text(output):
+    if left_out and output == "table":
         typer.echo(f"{left_out:,} older steps not shown; use --limit", err=True)
     if retries := [saves[step].retry for step in sorted(saves) if saves[step].retry]:
         typer.echo(f"hint: to run a failed save again: {retries[-1]}", err=True)
