@@ -20,7 +20,6 @@ from prefect.client.schemas.objects import FlowRun, State, TaskRun
 from prefect.states import AwaitingRetry
 
 from tests.support.waiting import until
-from trinity_sync.client.prefect_api import get_task_name
 from trinity_sync.layout import Kind
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT, SaveRequest
 from trinity_sync.snapshot.identity import read_identity
@@ -42,7 +41,8 @@ def key_of(root: Path, step: int, kind: Kind = "checkpoint") -> str:
 
 def kind_of(task: TaskRun) -> str:
     """Return the task's name, such as "persist-model", without its node and its number."""
-    return get_task_name(task.name)
+    name, _, node = task.name.partition(" @ ")
+    return name if node else name.rpartition("-")[0] or name
 
 
 class Api:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.prefect_api import Api
+from tests.integration.prefect_api import Api, kind_of
 from tests.support.waiting import until
 from trinity_sync import CheckpointCoordinator, SaveFailedError, Settings
-from trinity_sync.client.prefect_api import PrefectApi, ask_server
+from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import JobReport
 from trinity_sync.orchestration.step_events import JOB_RESOURCE
@@ -46,14 +46,12 @@ def test_failures_pages_and_tasks_come_from_the_server(
     assert save.timing.longest_stall
     assert save.timing.write_s > 0
 
-    async def ask(api: PrefectApi) -> set[str] | None:
-        bad, good = await api.read_job_runs(job_id(root))
-        assert (bad.step, bad.state.type) == (5, "FAILED")
-        tasks = (await api.read_task_names([good.id]))[good.id]
-        return tasks if "commit" in tasks else None
+    bad, good = ask_server(stack_settings, lambda api: api.read_job_runs(job_id(root)))
+    assert (bad.step, bad.state.type) == (5, "FAILED")
 
     def find_tasks() -> set[str] | None:
-        return ask_server(stack_settings, ask)
+        tasks = {kind_of(task) for task in Api().tasks_of(Api().run_of(good.key))}
+        return tasks if "commit" in tasks else None
 
     tasks = until(find_tasks, "the tasks of the good run")
     assert {"persist-model", "persist-attachments", "commit"} <= tasks

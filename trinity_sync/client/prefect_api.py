@@ -231,16 +231,6 @@ class PrefectApi(PrefectConnection):
 
     # -------------------------------------------------------------- task runs
 
-    async def read_task_names(self, runs: Sequence[uuid.UUID]) -> dict[uuid.UUID, set[str]]:
-        """Return the names of the task runs of some flow runs, see `get_task_name`."""
-        found: dict[uuid.UUID, set[str]] = {run: set() for run in runs}
-        batch = 20  # runs in a request, so that their task runs fit into one answer
-        for at in range(0, len(runs), batch):
-            ids = [str(run) for run in runs[at : at + batch]]
-            for task in await self._filter_tasks({"flow_runs": {"id": {"any_": ids}}}):
-                found[uuid.UUID(task["flow_run_id"])].add(get_task_name(task["name"]))
-        return found
-
     async def read_unfinished_tasks(self, runs: Mapping[str, Any]) -> dict[str, list[str]]:
         """Return the unfinished task runs of flow runs by filters, by the flow run's id."""
         found: dict[str, list[str]] = {}
@@ -332,12 +322,6 @@ def ask_server(
         return asyncio.run(run())
     with ThreadPoolExecutor(1, "ask-server") as thread:
         return thread.submit(asyncio.run, run()).result()
-
-
-def get_task_name(name: str) -> str:
-    """Return the name of a task run without its node and its number, such as ``persist-model``."""
-    task, _, node = name.partition(" @ ")
-    return task if node else task.rpartition("-")[0] or task
 
 
 def _of_types(*types: str) -> dict[str, Any]:

@@ -4,14 +4,13 @@ import platform
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from uuid import UUID
 
 from trinity_sync.client.prefect_api import (
     FAILED,
@@ -62,8 +61,6 @@ class _Server:
     """What the Prefect server knows."""
 
     runs: Sequence[FlowRun] = ()
-    tasks: Mapping[UUID, Set[str]] = field(default_factory=dict)
-    """Names of the task runs of those in flight."""
     verified_at: float | None = None
     verified: Sequence[Mapping[str, Any]] = ()
     """Rows of the newest table of verified steps."""
@@ -145,12 +142,10 @@ def _list_versions() -> dict[str, str]:
 def _query_server(settings: Settings, root: Path) -> _Server:
     async def ask(api: PrefectApi) -> _Server:
         runs = await api.read_job_runs(job_id(root))
-        in_flight = [run.id for run in runs if run.is_save and run.is_in_flight]
-        tasks = await api.read_task_names(in_flight)
         table = await api.read_table(make_artifact_key(VERIFIED, root))
         verified_at, verified = table or (None, ())
         url = f"{api.find_server().ui_url}/runs?tags={quote(f'job:{job_id(root)}')}"
-        return _Server(runs, tasks, verified_at, verified, url)
+        return _Server(runs, verified_at, verified, url)
 
     try:
         is_used = settings.saver == "stack" or knows_server(settings)
@@ -224,7 +219,7 @@ def _list_in_flight(
             yield InFlight(
                 row.step,
                 row.kind,
-                _name_phase(row, run, server.tasks),
+                _name_phase(row, run),
                 min((ticket.sealed_at for ticket in tickets), default=row.since or 0.0),
                 len(tickets),
                 _find_missing_ranks(settings, root, tickets),
@@ -232,11 +227,9 @@ def _list_in_flight(
             )
 
 
-def _name_phase(row: SaveRow, run: FlowRun | None, tasks: Mapping[UUID, Set[str]]) -> str:
+def _name_phase(row: SaveRow, run: FlowRun | None) -> str:
     if run and run.state.name != "Running":
         return f"queued ({run.state.name.lower()})"
-    if run and "commit" in tasks.get(run.id, ()):
-        return "committing"
     return "writing" if row.status == "writing" else "in memory"
 
 
