@@ -12,7 +12,7 @@ from benchmarks.systems.trinity import list_savers
 from benchmarks.targets import OURS
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.settings import Settings
-from trinity_sync.stack.local_stack import find
+from trinity_sync.stack.state_file import read_state
 
 WARM_UP = 3
 SAVES = 10
@@ -35,7 +35,7 @@ def small_saves(system: str, runs: int, folder: Path, shared: Path) -> Samples:
     if system == OURS:
         settings = Settings(spool=shared / "spool", home=shared / "home", saver="built-in")
     else:
-        stack = find(settings)
+        stack = read_state(settings.home)
         assert stack, "no stack is there"
     cpu, committed = [], []
 

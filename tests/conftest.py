@@ -155,7 +155,7 @@ def started(settings: Settings) -> StackState:
     env = build_environment(settings, StackSettings(), StackState())
     del env["PYTHONPATH"]  # with this environment's packages
     subprocess.run([f"{STACK}/trinity-sync", "up"], env=env, check=True, capture_output=True)
-    found = local_stack.find(settings)
+    found = local_stack.read_state(settings.home)
     assert found
     return found
 
@@ -238,7 +238,7 @@ def stack(stack_settings: Settings, pytestconfig: pytest.Config) -> Iterator[Sta
 def _stack(settings: Settings) -> Iterator[StackState]:
     with running_stack(settings) as state:
         yield state
-        now = local_stack.find(settings) or state
+        now = local_stack.read_state(settings.home) or state
         processes = processes_of(now) if now.lives else []
     assert not left_of(processes)
     assert not Path(now.ray_folder).exists()

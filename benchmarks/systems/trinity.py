@@ -20,7 +20,7 @@ from trinity_sync.integrations.verl.fsdp.state_dict import get_model_state_to_st
 from trinity_sync.layout import shard_file, step_folder
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.stack.local_stack import find
+from trinity_sync.stack.state_file import read_state
 from trinity_sync.storage.block_reuse import remove_folder
 from trinity_sync.storage.discovery import require_committed
 from trinity_sync.storage.restore import fill_states, load_shards, load_states
@@ -179,7 +179,7 @@ class WithPrefect(Trinity):
 
     def daemons(self) -> Sequence[int]:
         """Return the processes of the stack (server, Ray and worker), on one rank only."""
-        state = find(self._settings) if self.training.rank == 0 else None
+        state = read_state(self._settings.home) if self.training.rank == 0 else None
         return [daemon.pid for daemon in state.daemons] if state else []
 
 

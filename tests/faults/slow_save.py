@@ -45,7 +45,7 @@ def key(saves: CheckpointCoordinator, step: int) -> str:
 
 def find_part(settings: Settings, name: str) -> psutil.Process:
     """Return the server, the worker or the Ray node; another test may have had it started again."""
-    return psutil.Process(getattr(local_stack.find(settings), name).pid)
+    return psutil.Process(getattr(local_stack.read_state(settings.home), name).pid)
 
 
 def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:

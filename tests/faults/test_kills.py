@@ -60,7 +60,7 @@ def test_the_prefect_server_killed_in_mid_write_and_all_started_again_at_its_add
     saves: CheckpointCoordinator, root: Path, stack_settings: Settings, stack: StackState
 ) -> None:
     begin_slow_save(saves, root, 2)
-    before = local_stack.find(stack_settings)
+    before = local_stack.read_state(stack_settings.home)
     processes = processes_of(before)
     kill_server(stack_settings)
     started = torch.full((SIZE,), 3.0)

@@ -242,7 +242,7 @@ def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(
     stack: StackState, stack_settings: Settings, saves: CheckpointCoordinator, root: Path
 ) -> None:
     begin_slow_save(saves, root, 2)
-    node = local_stack.find(stack_settings).ray
+    node = local_stack.read_state(stack_settings.home).ray
     processes = psutil.Process(node.pid).children(recursive=True)
     for process in processes:
         if process.name() == "raylet":

@@ -42,7 +42,7 @@ def test_a_stack_refuses_connections_without_credentials(
 
 @pytest.mark.usefixtures("stack")
 def test_everything_of_a_stack_listens_on_its_host(stack_settings: Settings) -> None:
-    now = local_stack.find(stack_settings)  # other tests restart its parts
+    now = local_stack.read_state(stack_settings.home)  # other tests restart its parts
     assert now is not None
     told = " ".join(word for each in processes_of(now) for word in each.cmdline())
     assert not [each for each in ("dashboard.py", "ray.util.client.server") if each in told]
@@ -70,7 +70,7 @@ def test_a_stack_whose_ray_ignores_the_token_does_not_run(tmp_path: Path) -> Non
     with environment(own), refused:
         local_stack.up(another)
     assert not left_of(list(set(psutil.Process().children(recursive=True)) - before))
-    assert local_stack.find(another) is None
+    assert local_stack.read_state(another.home) is None
 
 
 def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(

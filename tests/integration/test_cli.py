@@ -154,8 +154,12 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
     env = {**os.environ, "TRINITY_SYNC_HOME": str(tmp_path)}
     up = subprocess.Popen([*COMMAND, "up"], env=env, stderr=subprocess.PIPE, text=True)
     settings = Settings(home=tmp_path)
-    until(lambda: local_stack.find(settings) or up.poll() is not None, "its stack", pause=0.01)
-    found = local_stack.find(settings)
+    until(
+        lambda: local_stack.read_state(settings.home) or up.poll() is not None,
+        "its stack",
+        pause=0.01,
+    )
+    found = local_stack.read_state(settings.home)
     assert found is not None
     assert up.poll() is None
     processes = processes_of(found)
@@ -166,7 +170,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
         assert up.returncode == 130
         assert "Traceback" not in errors
         assert not left_of(processes)
-        assert local_stack.find(settings) is None
+        assert local_stack.read_state(settings.home) is None
         assert not Path(found.ray_folder).exists()
     finally:
         local_stack.down(settings)

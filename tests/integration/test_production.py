@@ -146,7 +146,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
 def test_each_queue_has_its_place_and_its_runs_wait_for_one_another(
     stack: StackState, settings: Settings, tmp_path: Path
 ) -> None:
-    daemon.stop(local_stack.find(settings).worker, 20)
+    daemon.stop(local_stack.read_state(settings.home).worker, 20)
     (tmp_path / "job").mkdir()
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("reconcile/reconcile")

@@ -41,7 +41,9 @@ def on_the_same_ray(
     another: Settings, stack: StackState, stack_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> Settings:
     """The same, where the Ray cluster is that of the first."""
-    now = local_stack.find(stack_settings) or stack  # another test may have had it started again
+    now = (
+        local_stack.read_state(stack_settings.home) or stack
+    )  # another test may have had it started again
     for name, value in (now.ray_auth or {}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TRINITY_SYNC_STACK__RAY__ADDRESS", now.ray_address)
@@ -55,7 +57,7 @@ def part(settings: Settings, name: str) -> local_stack.ServiceStatus:
 def test_a_worker_that_hangs_is_named_and_started_again_and_the_rest_left_alone(
     saves: CheckpointCoordinator, stack_settings: Settings
 ) -> None:
-    before = local_stack.find(stack_settings)
+    before = local_stack.read_state(stack_settings.home)
     folders = [stack_settings.home, Path(before.ray_folder)]
     for path in [each for folder in folders for each in [folder, *folder.rglob("*")]]:
         os.utime(path, (0, 0), follow_symlinks=False)
@@ -92,7 +94,7 @@ def test_a_worker_that_hangs_is_named_and_started_again_and_the_rest_left_alone(
 def test_a_server_and_a_ray_that_hang_are_named_and_started_again(
     saves: CheckpointCoordinator, stack_settings: Settings
 ) -> None:
-    before = local_stack.find(stack_settings)
+    before = local_stack.read_state(stack_settings.home)
     for process in processes_of(before):
         if process.name() == "raylet" or process.pid == before.server.pid:
             process.suspend()
@@ -169,7 +171,7 @@ def test_a_work_pool_that_was_deleted_in_the_ui_is_named_by_status_and_made_by_t
 def test_a_given_server_and_a_given_ray_are_used_and_outlive_down(
     stack: StackState, on_the_same_ray: Settings, stack_settings: Settings
 ) -> None:
-    another, now = on_the_same_ray, local_stack.find(stack_settings)
+    another, now = on_the_same_ray, local_stack.read_state(stack_settings.home)
     state = local_stack.up(another)
     try:
         assert (state.server, state.ray) == (None, None)
@@ -198,7 +200,7 @@ def test_down_leaves_no_process_and_no_file(
     )  # fmt: skip
     services = {each["name"]: each for each in check_document("restart", done.stdout)["services"]}
     assert services["server"]["status"] == services["ray"]["status"] == "running"
-    state = local_stack.find(another)
+    state = local_stack.read_state(another.home)
     assert state.config == str(config)
     deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))
     processes = processes_of(state)
@@ -210,7 +212,7 @@ def test_down_leaves_no_process_and_no_file(
 
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
-    assert local_stack.find(another) is None
+    assert local_stack.read_state(another.home) is None
     assert not local_stack.down(another)
 
 
@@ -231,7 +233,7 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
             if running.poll() is not None:
                 raise AssertionError(f"it ended with {running.returncode}")
             with lock_home(another.home):  # no start is under way
-                state = local_stack.find(another)
+                state = local_stack.read_state(another.home)
             return state if state and len(state.daemons) == 3 and is_new(state) else None
 
         return until(look, "the stack")
@@ -250,7 +252,7 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
             running.terminate()
             assert running.wait(60) == 0
             assert not left_of(processes)
-            assert local_stack.find(another) is None
+            assert local_stack.read_state(another.home) is None
         finally:
             running.kill()
             local_stack.down(another)
@@ -271,11 +273,11 @@ def test_what_works_runs_on_if_the_worker_does_not_start_as_with_too_little_memo
             with pytest.raises(StackError, match=rf"the flow worker ended.*{metrics}") as caught:
                 local_stack.up(another, stack)
         assert "what works runs on (ray); trinity-sync up" in caught.value.hint
-        before = local_stack.find(another)
+        before = local_stack.read_state(another.home)
         assert before.ray.lives
         with pytest.raises(StackError, match=low):
             local_stack.up(another, stack)
-        assert local_stack.find(another).ray == before.ray
+        assert local_stack.read_state(another.home).ray == before.ray
     finally:
         local_stack.down(another)
         deploy.deploy(StackSettings(worker={"pool": "trinity-sync"}))

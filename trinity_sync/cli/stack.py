@@ -84,9 +84,9 @@ def restart(timeout: Timeout = 180.0, config: ConfigFile = None, output: Output 
     shared memory meanwhile.
     """
     from trinity_sync.settings import StackSettings, use_config_file
-    from trinity_sync.stack import local_stack
+    from trinity_sync.stack import local_stack, state_file
 
-    state = local_stack.find(read_settings())
+    state = state_file.read_state(read_settings().home)
     with use_config_file(state.config if state else ""):
         StackSettings()  # an error in the file must not stop the stack
         local_stack.down(read_settings())
@@ -147,13 +147,13 @@ def run(
 )  # fmt: skip
 def down(yes: Yes = False, output: Output = "table") -> None:
     """Stop the services that up started."""
-    from trinity_sync.stack import local_stack
+    from trinity_sync.stack import local_stack, state_file
 
     settings = read_settings()
     waiting = 0
     with suppress(SpoolError, OSError):  # doctor reports it
         waiting = sum(len(job.steps) for job in local_stack.list_waiting_saves(settings.spool))
-    if local_stack.find(settings) is not None and waiting:
+    if state_file.read_state(settings.home) is not None and waiting:
         confirm(
             f"stop the stack while {waiting} steps in shared memory are not committed, which a "
             "restart of the machine would lose",
@@ -262,15 +262,14 @@ def ui(
     import webbrowser
 
     from trinity_sync.client.prefect_connection import hide_password
-    from trinity_sync.stack import local_stack
+    from trinity_sync.stack import state_file
 
     settings = read_settings()
-    state = local_stack.find(settings)
+    state = state_file.read_state(settings.home)
     url = os.environ.get("PREFECT_API_URL") or (state.api_url if state else "")
     if not url:
         raise with_hint(PrefectApiError("no Prefect server is known"), "trinity-sync up")
-    own = state is not None and url == state.api_url
-    password = state.api_auth if own and state else ""
+    password = state.api_auth if state and url == state.api_url else ""
     report = UiReport(_ui_url(hide_password(url)), password or None)
     text = report.url
     if report.password:
@@ -284,9 +283,9 @@ def ui(
 @app.command('eval "$(trinity-sync env)"', panel="Run the stack")
 def env() -> None:
     """Print the environment variables with which a training uses the running stack."""
-    from trinity_sync.stack import local_stack
+    from trinity_sync.stack import state_file
 
-    state = local_stack.find(read_settings())
+    state = state_file.read_state(read_settings().home)
     if state is None or not state.environment:
         typer.echo("false")  # the exit code of eval "$(...)"
         raise with_hint(PrefectApiError("no stack runs"), "trinity-sync up")
@@ -320,10 +319,10 @@ def deploy(config: ConfigFile = None, output: Output = "table") -> None:
 def worker(config: ConfigFile = None) -> None:
     """Run a flow worker in the foreground, for the services of the settings or of up."""
     from trinity_sync.settings import StackSettings
-    from trinity_sync.stack import local_stack, services
+    from trinity_sync.stack import local_stack, services, state_file
 
     settings, stack = read_settings(), StackSettings()
-    state = (local_stack.find(settings) or services.StackState()).with_external(
+    state = (state_file.read_state(settings.home) or services.StackState()).with_external(
         os.environ.get(local_stack.API_URL, ""), stack.ray.address
     )
     for variable, named in (

@@ -26,7 +26,7 @@ from trinity_sync.orchestration.package_paths import find_missing_deployments
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.spool import JobSpool, sort_job_spools
-from trinity_sync.stack import list_missing_packages, local_stack, services
+from trinity_sync.stack import list_missing_packages, local_stack, services, state_file
 from trinity_sync.stack.doctor_job import Check, check_root
 from trinity_sync.stack.services import StackState
 
@@ -45,7 +45,7 @@ REMOVES_IPC = [
 
 def run_checks(settings: Settings, root: Path | None = None) -> Iterator[Check]:
     """Run all checks, also those of a job if its root is given; yield each result once known."""
-    state = local_stack.find(settings)
+    state = state_file.read_state(settings.home)
     yield from _guard("settings", lambda: [_check_settings(state)])
     stack = local_stack.read_running_settings(state) or StackSettings()
     yield from _guard("packages", lambda: [_check_installation()])

@@ -274,7 +274,7 @@ def down(settings: Settings) -> bool:
     Ray's temporary folder is removed. Database and logs stay in ``home``, and images that are not
     persisted yet in the spool. A service is killed after `STOP_S`.
     """
-    if find(settings) is None:
+    if read_state(settings.home) is None:
         return False
     with lock_home(settings.home):
         state = _read_own(settings)
@@ -286,7 +286,7 @@ def down(settings: Settings) -> bool:
 
 def status(settings: Settings, stack: StackSettings | None = None) -> StackStatus:
     """Return the status of each service, and of the work pool on the Prefect server."""
-    state = find(settings) or StackState()
+    state = read_state(settings.home) or StackState()
     changed = find_changes(state, stack)
     stack = read_running_settings(state) or stack or StackSettings()
     pool, api_url = stack.worker.pool, state.api_url or os.environ.get(API_URL, "")
@@ -326,7 +326,7 @@ def list_waiting_saves(spool: Path) -> Iterator[WaitingSaves]:
 def uses_stack(settings: Settings, stack: StackSettings) -> bool:
     """Return whether a stack is used: a setting, an address or the file of a stack says so."""
     named = os.environ.get(API_URL) or stack.ray.address or settings.saver == "stack"
-    return bool(named) or find(settings) is not None
+    return bool(named) or read_state(settings.home) is not None
 
 
 def check_savers(settings: Settings, *, is_alone: bool) -> list[ServiceStatus]:
@@ -343,15 +343,6 @@ def check_savers(settings: Settings, *, is_alone: bool) -> list[ServiceStatus]:
     waits = any(each.since < before for each in list_waiting_saves(settings.spool))
     is_dead = is_alone and waits
     return [ServiceStatus("saver", "dead" if is_dead else "idle", log=log)]
-
-
-def find(settings: Settings) -> StackState | None:
-    """Return the stack in ``home``, running or not; None if there is none.
-
-    Raises:
-        StackError: Its state file is corrupted, or others than this user may write it.
-    """
-    return read_state(settings.home)
 
 
 def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def head(machines: tuple[Settings, Settings]) -> Iterator[StackState]:
     with environment({}):
         state = local_stack.up(settings, at(2))
     yield state
-    processes = processes_of(local_stack.find(settings) or state)
+    processes = processes_of(local_stack.read_state(settings.home) or state)
     with environment({}):
         local_stack.down(settings)
     assert not left_of(processes)
@@ -69,14 +69,14 @@ def joined(
         with environment({}):
             state = local_stack.join(second, invitation, stack=at(3))
         yield state
-        state = local_stack.find(second) or state
+        state = local_stack.read_state(second.home) or state
         processes = processes_of(state)
     finally:  # what has started of it
         with environment({}):
             local_stack.down(second)
     assert not left_of(processes)
     assert not Path(state.ray_folder).exists()
-    assert (local_stack.find(machines[0]) or head).lives
+    assert (local_stack.read_state(machines[0].home) or head).lives
 
 
 def test_a_server_that_others_reach_asks_for_a_password_that_only_its_user_can_read(
@@ -138,7 +138,7 @@ def test_what_is_no_invitation_is_named_and_nothing_is_begun(tmp_path: Path, tex
     settings = Settings(home=tmp_path / "home")
     with pytest.raises(StackError, match="is not an invitation of a stack"):
         local_stack.join(settings, tmp_path / "join.json")
-    assert local_stack.find(settings) is None
+    assert local_stack.read_state(settings.home) is None
 
 
 def test_a_machine_that_could_not_join_has_not_joined(
@@ -150,14 +150,14 @@ def test_a_machine_that_could_not_join_has_not_joined(
     settings = Settings(home=tmp_path / "home")
     with pytest.raises(StackError, match="does not answer"):
         local_stack.join(settings, tmp_path / "join.json")
-    assert local_stack.find(settings) is None
+    assert local_stack.read_state(settings.home) is None
 
 
 @pytest.mark.slow
 def test_a_head_that_ran_is_restarted_where_it_was_whatever_the_shell_says(
     head: StackState, machines: tuple[Settings, Settings]
 ) -> None:
-    before = local_stack.find(machines[0])
+    before = local_stack.read_state(machines[0].home)
     server = psutil.Process(before.server.pid)
     server.kill()
     server.wait(60)

@@ -384,7 +384,7 @@ def test_credentials_and_logs_of_the_stack_can_be_read_by_no_other_user(
     assert (mode_of(token), mode_of(tmp_path / "stack.json")) == (0o600, 0o600)
     assert auth["RAY_AUTH_TOKEN"] == token.read_text() != "known to all"
     (tmp_path / "stack.json").chmod(0o644)
-    assert local_stack.find(Settings(home=tmp_path)) == StackState(ray_auth=auth)
+    assert local_stack.read_state(tmp_path) == StackState(ray_auth=auth)
     assert mode_of(tmp_path / "stack.json") == 0o600
     with environment({"RAY_AUTH_MODE": ""}):
         before, _ = token.read_text(), services._ray_auth(tmp_path)

@@ -117,14 +117,16 @@ def test_settings_are_compared_with_the_file_that_up_was_given(home: Path, tmp_p
     state = replace(running(StackSettings(worker={"nice": 5})), config=str(path))
     write_state(home, state)
     with environment({"TRINITY_SYNC_HOME": str(home), CONFIG: ""}):
-        assert local_stack.find_changes(local_stack.find(Settings()) or StackState()) == ()
+        assert (
+            local_stack.find_changes(local_stack.read_state(Settings().home) or StackState()) == ()
+        )
         assert "trinity-sync restart" not in invoke("status").output
         path.write_text("[worker]\nnice = 6\n")
         assert local_stack.find_changes(state) == ("worker.nice: 5, now 6",)
         path.write_text("[worker]\nniec = 6\n")
         refused = invoke("restart")
         assert (refused.exit_code, "unknown key niec in [worker]" in refused.output) == (2, True)
-        assert local_stack.find(Settings()) == state
+        assert local_stack.read_state(Settings().home) == state
         assert not os.environ.get(CONFIG)
     with environment({CONFIG: str(other)}):
         assert local_stack.find_changes(state) == ("worker.nice: 5, now 7",)

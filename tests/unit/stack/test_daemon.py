@@ -195,7 +195,7 @@ def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) 
     with pytest.raises(OSError, match="too large"), no_file_above(100):
         local_stack._start(lambda *_: started, settings, StackSettings(), StackState())
     assert not server.lives
-    assert local_stack.find(settings) is None
+    assert local_stack.read_state(settings.home) is None
 
 
 @pytest.mark.parametrize("until", ["it runs", "it is a zombie", "it is gone"])

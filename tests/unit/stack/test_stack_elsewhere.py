@@ -134,7 +134,7 @@ def test_up_waits_no_longer_than_it_was_told_to(listening: int, tmp_path: Path) 
         pytest.raises(StackError, match=f"at http://{address}/api does not answer within 0.5 s"),
     ):
         local_stack.up(settings, timeout_s=0.5)
-    assert local_stack.find(settings) is None
+    assert local_stack.read_state(settings.home) is None
 
 
 def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_stack_of_another_pid_namespace_is_left_alone_until_it_has_ended(tmp_p
     state = sleeping(tmp_path)
     try:
         assert look(IN_A_CONTAINER) == "['absent', 'absent', 'unknown']\nTrue\nTrue\n"
-        assert local_stack.find(Settings(home=tmp_path)) == state
+        assert local_stack.read_state(tmp_path) == state
         assert state.lives
     finally:
         daemon.stop(state.daemons[0], 10)
@@ -231,7 +231,7 @@ from trinity_sync import Settings
 from trinity_sync.stack import local_stack
 
 settings = Settings(home=Path(sys.argv[1]))
-print(local_stack.find(settings).daemons, local_stack.down(settings))
+print(local_stack.read_state(settings.home).daemons, local_stack.down(settings))
 """
 
 
