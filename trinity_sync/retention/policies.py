@@ -164,16 +164,13 @@ def _drop_superseded(steps: Sequence[StepInfo]) -> list[StepInfo]:
 ALL = Policy(("all",), (_keep_all,))
 """The policy that keeps every step."""
 _COUNT = "([0-9]*[1-9][0-9]*)"
+_AGE = r"\d+(?:\.\d+)?[smhd]"
 _WORDS: tuple[tuple[str, bool, Callable[..., Term]], ...] = (
     ("all", False, lambda: _keep_all),
     (f"last={_COUNT}", False, lambda count: partial(_keep_last, int(count))),
     (f"every={_COUNT}", False, lambda interval: partial(_keep_every, int(interval))),
     (f"({'|'.join(PERIODS)})={_COUNT}", True, lambda word, n: partial(_keep_one_per, word, int(n))),
-    (
-        r"newer=(\d+(?:\.\d+)?)([smhd])",
-        True,
-        lambda number, unit: partial(_keep_newer, float(number) * UNITS[unit]),
-    ),
+    (f"newer=({_AGE})", True, lambda age: partial(_keep_newer, parse_duration(age) or 0.0)),
     (
         f"best={_COUNT}:([^:=]+):(min|max)",
         False,
@@ -226,8 +223,7 @@ def _parse_word(word: str, text: str) -> tuple[bool, Term]:
 
 def parse_duration(text: str) -> float | None:
     """Return the seconds of a duration such as ``90s``, ``2m`` or ``30d``; None if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    return float(found[1]) * UNITS[found[2]] if found else None
+    return float(text[:-1]) * UNITS[text[-1]] if re.fullmatch(_AGE, text) else None
 
 
 def format_duration(seconds: float) -> str:
