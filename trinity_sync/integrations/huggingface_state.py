@@ -54,17 +54,8 @@ HUGGINGFACE = "huggingface"
 """Folder of the small files of a model, in the folder of its role."""
 _OTHERS = "other_adapters.bin"
 """Name of the extra state, which has all adapters but the active one, by name."""
-_LARGE = frozenset(
-    (
-        OPTIMIZER_NAME,
-        WEIGHTS_NAME,
-        WEIGHTS_INDEX_NAME,
-        SAFE_WEIGHTS_NAME,
-        SAFE_WEIGHTS_INDEX_NAME,
-        ADAPTER_WEIGHTS_NAME,
-        ADAPTER_SAFE_WEIGHTS_NAME,
-    )
-)
+_LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME}
+_LARGE |= {SAFE_WEIGHTS_INDEX_NAME, ADAPTER_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME}
 """Names of files that hold what is staged, or an index of them."""
 
 
