@@ -97,6 +97,13 @@ _DEAD = {errno.ENXIO, errno.EPIPE, errno.ENOENT}
 """Errors of a pipe that no saver reads."""
 
 
+class _SaverProcess(subprocess.Popen[bytes]):
+    """A saver, which outlives what has started it: Popen would warn of that."""
+
+    def __del__(self) -> None:
+        super().__del__(_warn=lambda *_, **__: None)  # type: ignore[call-arg]
+
+
 class SaverControl:
     """Wakes the saver of a node's spool, and starts one if none lives.
 
@@ -113,7 +120,7 @@ class SaverControl:
         self._name = name or name_saver()
         self._log = home / LOG
         self._pipe = -1
-        self._started: subprocess.Popen[bytes] | None = None
+        self._started: _SaverProcess | None = None
         self._starts = 0
         """Starts since a saver was reached."""
         self._log_nbytes = 0
@@ -231,7 +238,7 @@ class SaverControl:
             make_own_folder(self._spool)
             with self._open_log() as log:
                 self._log_nbytes = log.seek(0, os.SEEK_END)
-                self._started = subprocess.Popen(
+                self._started = _SaverProcess(
                     [sys.executable, "-m", "trinity_sync.saver", spool, self._name],
                     stdin=subprocess.DEVNULL,
                     stdout=log,

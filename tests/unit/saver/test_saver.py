@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import errno
+import gc
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import stat
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -615,6 +617,19 @@ def test_a_save_at_the_exit_of_a_trainer_commits_although_no_thread_can_be_start
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     assert not done.stderr
     assert read_latest_pointer(tmp_path / "ckpts", "checkpoint") == 1
+
+
+def test_a_coordinator_that_is_dropped_while_its_saver_lives_warns_of_nothing(
+    settings: Settings,
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        control = SaverControl(settings.spool, settings.home)
+        control.connect()
+        del control
+        gc.collect()
+    assert [saver.is_running() for saver in savers_of(settings.spool)] == [True]
+    assert [str(each.message) for each in told] == []
 
 
 def test_a_trainer_that_comes_as_the_saver_ends_keeps_it(
