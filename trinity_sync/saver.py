@@ -47,6 +47,7 @@ from trinity_sync.errors import (
     warn_once,
 )
 from trinity_sync.fs.atomic import list_paths, read_file, replace_file
+from trinity_sync.fs.file_system import is_recent
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.fs.process import lower_session_priority
 from trinity_sync.pipeline.pending import find_pending_saves
@@ -428,7 +429,7 @@ class Saver:
         why = job.tell_away()
         waits = bool(why) and any(not image.failed for image in job.tickets()[0])
         with suppress(OSError), self._lock:  # shared memory is full
-            waits = waits and time.time() < job.away.stat().st_mtime + PATIENCE_S
+            waits = waits and is_recent(job.away.stat().st_mtime, time.time(), PATIENCE_S)
             self._waiting[job.folder] = waits
         return bool(why)
 

@@ -39,7 +39,7 @@ from trinity_sync.fs.atomic import (
     revalidate_folder,
     sync_folder,
 )
-from trinity_sync.fs.file_system import Mount, find_mount
+from trinity_sync.fs.file_system import Mount, find_mount, is_recent
 from trinity_sync.fs.locks import acquire_file_lock, try_acquire_file_lock
 from trinity_sync.layout import check_root, check_type, refuse_url, steps_on_disk
 from trinity_sync.retention.policies import WITHOUT_METRICS, parse_policy, refuse_metrics
@@ -423,7 +423,7 @@ _ATTEMPTS: tuple[tuple[str, Callable[[Path], None], str], ...] = (
 def _remove_leftovers(root: Path, now: float) -> None:
     for left in (each for name in PROBES for each in root.glob(f".{name}.*{TEMPORARY_SUFFIX}")):
         with suppress(FileNotFoundError):  # another probe removes it
-            if left.stat().st_mtime >= now - _LEFTOVER_S:
+            if is_recent(left.stat().st_mtime, now, _LEFTOVER_S):
                 continue
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)

@@ -112,6 +112,11 @@ def find_mount(path: str | Path, mountinfo: str | None = None) -> Mount:
     return best
 
 
+def is_recent(at: float, now: float, within_s: float) -> bool:
+    """Return whether a time was within some seconds; not one of a clock that was set back since."""
+    return -CLOCKS_DIFFER_S < now - at < within_s
+
+
 def read_file_system_time(root: str | Path) -> float:
     """Return the current time of a root's file system, in seconds since the epoch.
 

@@ -257,7 +257,7 @@ def answers(state: StackState, name: str) -> bool:
         return is_server_ready(state)
     try:
         if name == "worker" and state.worker:
-            return time.time() - Path(state.worker.log).stat().st_mtime < HEARTBEAT_S
+            return abs(time.time() - Path(state.worker.log).stat().st_mtime) < HEARTBEAT_S
         assert state.ray
         for folder in ("logs", "sockets"):  # without which it runs no task
             (_ray_temp(state) / "session_latest" / folder).stat()

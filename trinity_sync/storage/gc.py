@@ -6,7 +6,6 @@ committed. Each function may be called repeatedly, and while saves, readers and 
 are running.
 """
 
-import math
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -55,6 +54,9 @@ from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
 from trinity_sync.storage.replace import clear_replaced_step, fetching_folder, replacing_folder
 from trinity_sync.storage.uncommitted import exports_folder, list_export_files, remove_export_files
+
+IsFresh = Callable[[float], bool]
+"""Returns whether what changed at a time, in seconds since the epoch, may still be in use."""
 
 
 @dataclass(frozen=True)
@@ -135,17 +137,14 @@ def empty_trash(root: Path) -> Iterator[Finding]:
         yield from _remove_paths(root, list_paths(trash, "*"), "left by an interrupted removal")
 
 
-def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
-    """Remove leftovers of exports whose steps are removed.
-
-    Leftovers that changed after ``before``, in seconds since the epoch, are kept.
-    """
+def remove_exports(root: Path, *, is_fresh: IsFresh) -> Iterator[Finding]:
+    """Remove leftovers of exports whose steps are removed, unless they are fresh."""
     names = (path.name.partition(".") for path in list_uncached(exports_folder(root), "*"))
     steps = {step_of_folder(name) for name, dot, _ in names if dot}.difference(steps_on_disk(root))
     for step in sorted(step for step in steps if step is not None):
         with suppress(FileNotFoundError):  # retention removes them meanwhile
-            changed = (path.lstat().st_mtime for path in list_export_files(root, step))
-            if max(changed, default=math.inf) >= before:
+            left = list_export_files(root, step)
+            if not left or any(is_fresh(path.lstat().st_mtime) for path in left):
                 continue
             remove_export_files(root, step)
             yield Finding(
@@ -154,7 +153,7 @@ def remove_exports(root: Path, *, before: float) -> Iterator[Finding]:
 
 
 def remove_temporaries(
-    root: Path, *, images: Container[str], busy: Container[int] | None, before: float
+    root: Path, *, images: Container[str], busy: Container[int] | None, is_fresh: IsFresh
 ) -> Iterator[Finding]:
     """Remove temporary files of this project that no process will rename.
 
@@ -163,8 +162,8 @@ def remove_temporaries(
     moment later, unless its process died.
 
     Files of ``images``, the names of those in the spool, are kept without a finding, and so are
-    files that changed after ``before``, in seconds since the epoch. ``busy`` are the steps of
-    pending flow runs; None if they are unknown, which keeps the files of all steps.
+    fresh files. ``busy`` are the steps of pending flow runs; None if they are unknown, which keeps
+    the files of all steps.
     """
     pattern, steps = f".*{TEMPORARY_SUFFIX}", steps_on_disk(root)
     found = [
@@ -173,7 +172,7 @@ def remove_temporaries(
     for step, path in [(step, path) for step, path in found if _is_temporary(path)]:
         image = parse_image_name(path.name)
         with suppress(FileNotFoundError):
-            if path.lstat().st_ctime >= before or image in images:  # also what got a name since
+            if is_fresh(path.lstat().st_ctime) or image in images:  # also what got a name since
                 continue
             name = path.relative_to(root).as_posix()
             if busy is None:
@@ -186,7 +185,7 @@ def remove_temporaries(
     for folder in (root, private, *filter(Path.is_dir, list_paths(private, "*"))):
         for path in filter(_is_temporary, list_paths(folder, f".*{TEMPORARY_SUFFIX}")):
             with suppress(FileNotFoundError):  # it has been renamed
-                if path.lstat().st_mtime < before:
+                if not is_fresh(path.lstat().st_mtime):
                     remove_tree(path)
                     name = path.relative_to(root).as_posix()
                     why = "written by a process that died; removed"
@@ -194,31 +193,29 @@ def remove_temporaries(
 
 
 def remove_attached(
-    root: Path, *, waiting: Container[int] | None, before: float
+    root: Path, *, waiting: Container[int] | None, is_fresh: IsFresh
 ) -> Iterator[Finding]:
     """Remove files that other code wrote for saves that were not submitted, or have failed.
 
     Those of ``waiting`` steps, which have a pending flow run or an image on this node, are kept;
-    None if they are unknown, which keeps all. So are those that changed after ``before``, in
-    seconds since the epoch, or after the newest commit.
+    None if they are unknown, which keeps all. So are those that are fresh, or changed after the
+    newest commit.
     """
     found = list_paths(attaching_folder(root), "*/global_step_*")
     newest = find_newest(root) if found else None
     if waiting is None or newest is None:
         return
     with suppress(FileNotFoundError):  # a commit removes them meanwhile
-        before = min(before, (step_folder(root, newest.step) / MANIFEST).stat().st_mtime)
+        before = (step_folder(root, newest.step) / MANIFEST).stat().st_mtime
         for folder in found:
-            if folder.stat().st_mtime < before and step_of_folder(folder.name) not in waiting:
+            changed_at, step = folder.stat().st_mtime, step_of_folder(folder.name)
+            if changed_at < before and not is_fresh(changed_at) and step not in waiting:
                 why = "written for a save that was not committed"
                 yield from _remove_paths(root, [folder.parent], why)
 
 
-def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
-    """Remove a job's folder in the spool if its root is gone and no process uses the folder.
-
-    A folder that changed after ``before``, in seconds since the epoch, is kept.
-    """
+def remove_dead_spool(job: JobSpool, *, is_fresh: IsFresh) -> Iterator[Finding]:
+    """Remove a job's folder in the spool if its root is gone and no process uses it now."""
     root, where = job.read_root(), str(job.folder)
     if root is None or root.is_dir():
         return
@@ -230,7 +227,7 @@ def remove_dead_spool(job: JobSpool, *, before: float) -> Iterator[Finding]:
         return
     with suppress(FileNotFoundError):
         slots = list_paths(job.folder, f"*{SLOT_SUFFIX}")
-        if any(path.lstat().st_mtime >= before for path in (job.folder, *slots)):
+        if any(is_fresh(path.lstat().st_mtime) for path in (job.folder, *slots)):
             return
         with _lock_unused_slots(slots) as unused:
             if not unused:

@@ -42,6 +42,7 @@ from trinity_sync.fs.direct_io import (
     read_fd,
     scatter_fd,
 )
+from trinity_sync.fs.file_system import is_recent
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import EMPTY_FOLDER, step_folder
 from trinity_sync.snapshot.spool import JobSpool
@@ -553,7 +554,7 @@ def _remove_leftovers() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile, or another user's
             found = path.lstat()
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _NEW_S:
+            if found.st_uid == os.geteuid() and not is_recent(found.st_mtime, time.time(), _NEW_S):
                 with closing(LockFile(path, os.O_RDONLY | os.O_DIRECTORY)) as lock:
                     if lock.try_acquire():
                         shutil.rmtree(path, ignore_errors=True)

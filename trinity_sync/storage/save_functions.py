@@ -25,7 +25,7 @@ from trinity_sync.fs.atomic import (
     replace_file,
 )
 from trinity_sync.fs.direct_io import digest_cached_file
-from trinity_sync.fs.file_system import CLOCKS_DIFFER_S
+from trinity_sync.fs.file_system import is_recent
 from trinity_sync.fs.process import is_process_alive
 from trinity_sync.fs.records import Count, Record, Seconds, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, Kind, check_name, is_below
@@ -99,7 +99,7 @@ def has_running_functions(spool: JobSpool, save: SaveId, *, within_s: float) -> 
     """Return whether a function of a save runs on this node, or has ended within some seconds."""
     with suppress(FileNotFoundError):  # removed meanwhile
         now, paths = time.time(), _list_files(spool, save, "*.rank*")
-        if any(-CLOCKS_DIFFER_S < now - path.stat().st_mtime < within_s for path in paths):
+        if any(is_recent(path.stat().st_mtime, now, within_s) for path in paths):
             return True
     return any(status.state == "started" for status in read_statuses(spool, save))
 

@@ -23,7 +23,7 @@ from trinity_sync.fs.atomic import (
     remove_tree,
     walk_files,
 )
-from trinity_sync.fs.file_system import CLOCKS_DIFFER_S, read_file_system_time
+from trinity_sync.fs.file_system import is_recent, read_file_system_time
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, step_folder
 from trinity_sync.snapshot.identity import Export, SaveId
 from trinity_sync.snapshot.spool import JobSpool, SealedImage
@@ -93,8 +93,7 @@ def is_being_written(root: str | Path, step: int, *, within_s: float) -> bool:
         with suppress(FileNotFoundError):  # renamed or removed meanwhile
             # when it was written, or got its name as another one of an older file
             changed_at = path.lstat().st_ctime if path.parent != folder else -math.inf
-            ago_s = read_file_system_time(root) - changed_at
-            if -CLOCKS_DIFFER_S < ago_s < within_s:  # not of a clock that was set back since
+            if is_recent(changed_at, read_file_system_time(root), within_s):
                 return True
     return False
 

@@ -157,6 +157,15 @@ def test_a_url_is_no_root_and_no_folder_is_made_of_it(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_probe_that_was_killed_is_removed_unless_it_is_new(root: Path) -> None:
+    left = [root / f".{name}.{'0' * 32}.tmp" for name in ("probe", "meeting", "doctor")]
+    for path, at in zip(left, (1e9, 9e9, None), strict=True):  # 9e9 is of a clock that was set back
+        path.touch()
+        os.utime(path, at and (at, at))
+    probe_capabilities(root)
+    assert [path for path in left if path.exists()] == left[2:]
+
+
 def test_a_probe_whose_folder_becomes_a_link_writes_nothing_where_that_leads(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

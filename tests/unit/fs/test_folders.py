@@ -72,8 +72,14 @@ def test_nothing_lists_a_root_by_what_takes_such_a_folder_for_empty() -> None:
         ("global_step_1/actor", lambda root: [is_being_written(root, 1, within_s=60)]),
         ("global_step_1/actor", lambda root: _list_unfinished(root / "global_step_1")),
         ("global_step_1/actor", lambda root: _list_weight_files(root / "global_step_1/actor")),
-        ("global_step_1", lambda root: remove_temporaries(root, images=(), busy=(), before=9e9)),
-        (attaching_folder(""), lambda root: remove_attached(root, waiting=(), before=9e9)),
+        (
+            "global_step_1",
+            lambda root: remove_temporaries(root, images=(), busy=(), is_fresh=(9e9).__le__),
+        ),
+        (
+            attaching_folder(""),
+            lambda root: remove_attached(root, waiting=(), is_fresh=(9e9).__le__),
+        ),
         (replacing_folder(""), remove_replaced),
         (fetching_folder(""), remove_replaced),
         (".trinity_sync/trash", empty_trash),

@@ -126,17 +126,34 @@ def test_temporary_files_are_removed_once_they_are_not_needed(job: Job, settings
     assert "not known here" in finding.why  # no server can be asked
 
     def remove(**conditions: object) -> list[Finding]:
-        default = {"images": set(), "busy": set(), "before": time.time() + 1}
+        default = {"images": set(), "busy": set(), "is_fresh": (time.time() + 1).__le__}
         return list(remove_temporaries(job.root, **{**default, **conditions}))  # type: ignore[arg-type]
 
     image = temporary.name.removesuffix(".tmp").rpartition(".")[2]
     assert remove(images={image}) == []
     assert remove(busy={3}) == []
-    assert remove(before=temporary.stat().st_mtime - 1) == []
+    assert remove(is_fresh=(temporary.stat().st_mtime - 1).__le__) == []
     assert [finding.state for finding in remove(busy=None)] == ["left"]
     assert temporary.exists()
     assert [finding.state for finding in remove(busy={4})] == ["repaired"]
     assert not temporary.exists()
+
+
+def test_what_a_clock_that_was_set_back_dates_in_the_future_is_removed(
+    job: Job, settings: Settings
+) -> None:
+    save(job, 1, 2)
+    left = [
+        job.root / f".trinity_sync/pins/.1.json.{'0' * 32}.tmp",
+        job.root / ".trinity_sync/exports/global_step_1.actor",
+    ]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (9e9, 9e9))
+    shutil.rmtree(step_folder(job.root, 1))
+    assert {finding.state for finding in run(job, settings)} == {"repaired"}
+    assert not [path for path in left if path.exists()]
 
 
 def test_files_for_saves_that_were_never_submitted_are_removed_after_a_newer_commit(
@@ -147,7 +164,7 @@ def test_files_for_saves_that_were_never_submitted_are_removed_after_a_newer_com
     (folder / "data.pt").write_text("of a run that was killed")
 
     def remove(waiting: set[int] | None, *, before: float = math.inf) -> list[Finding]:
-        return list(remove_attached(job.root, waiting=waiting, before=before))
+        return list(remove_attached(job.root, waiting=waiting, is_fresh=before.__le__))
 
     assert remove(set()) == []  # nothing newer was committed
     save(job, 4)

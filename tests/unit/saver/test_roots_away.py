@@ -21,6 +21,8 @@ from trinity_sync.fs.records import encode_record
 from trinity_sync.integrations.trainer_saves import TrainerSaves
 from trinity_sync.layout import PRIVATE_FOLDER
 from trinity_sync.pipeline.save import COMMIT
+from trinity_sync.saver import Saver
+from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
 from trinity_sync.storage.commit import commit
 from trinity_sync.storage.metrics import read_metrics
@@ -196,6 +198,20 @@ def test_an_identity_that_is_torn_is_named_at_once(
     await_that(lambda: f"{IDENTITY_FILE}, which identifies" in caplog.text, "it is not named")
     (job.root / IDENTITY_FILE).write_text(content)
     saves.wait_all(60)
+
+
+def test_a_saver_waits_for_no_root_by_the_time_of_a_clock_that_was_set_back(
+    settings: Settings, job: Job
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(3)}})
+    saver, away = Saver(settings.spool, StackSettings()), take_away(job.root, "is empty")
+    assert saver._is_away(job.spool)
+    assert saver._waiting[job.spool.folder]
+    os.utime(job.spool.away, (9e9, 9e9))
+    assert saver._is_away(job.spool)
+    assert not saver._waiting[job.spool.folder]
+    shutil.rmtree(job.root)
+    away.rename(job.root)
 
 
 def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_waits(

@@ -125,6 +125,14 @@ def test_a_ray_node_whose_raylet_has_ended_does_not_answer(tmp_path: Path) -> No
     daemon.stop(ray, 10)
 
 
+def test_a_worker_has_no_heartbeat_by_the_time_of_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    state = StackState(worker=Daemon("1/0", str(tmp_path / "worker.log")))
+    Path(state.worker.log).touch()
+    assert services.answers(state, "worker")
+    os.utime(state.worker.log, (9e9, 9e9))
+    assert not services.answers(state, "worker")
+
+
 @pytest.fixture
 def named(tmp_path: Path) -> Iterator[int]:
     """A process whose name the kernel has cut within a character, after 15 bytes."""

@@ -374,5 +374,5 @@ def test_its_new_name_is_not_old_for_who_removes_what_saves_have_left(job: Job) 
     (written,) = job.persist(2)
     assert old.samefile(written.temporary)
     assert is_being_written(job.root, 2, within_s=60)
-    assert not [*remove_temporaries(job.root, images=(), busy=(), before=1.1e9)]
+    assert not [*remove_temporaries(job.root, images=(), busy=(), is_fresh=(1.1e9).__le__)]
     assert Path(written.temporary).exists()

@@ -127,6 +127,6 @@ def test_it_loads_verifies_and_is_claimed_like_any_other(job: Job, elsewhere: Pa
         assert list(repair(job.root)) == []
     left = step_folder(job.root, 2) / f"actor/.a.pt.{'ab' * 16}.tmp"
     left.touch()
-    assert list(remove_temporaries(job.root, images=(), busy=(), before=2e10))
+    assert list(remove_temporaries(job.root, images=(), busy=(), is_fresh=(2e10).__le__))
     assert not left.exists()
     assert weights(job, 2) == 2.0

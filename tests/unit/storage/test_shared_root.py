@@ -184,9 +184,9 @@ def a_life(job: Job, tmp_path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: rewind(root, 4)
     for repair in FILE_REPAIRS:
         yield lambda repair=repair: list(repair(root))
-    yield lambda: list(remove_exports(root, before=2e9))
-    yield lambda: list(remove_temporaries(root, images=(), busy=(), before=2e9))
-    yield lambda: list(remove_attached(root, waiting=(), before=2e9))
+    yield lambda: list(remove_exports(root, is_fresh=(2e9).__le__))
+    yield lambda: list(remove_temporaries(root, images=(), busy=(), is_fresh=(2e9).__le__))
+    yield lambda: list(remove_attached(root, waiting=(), is_fresh=(2e9).__le__))
     yield lambda: prune_to(job, 1)
     yield lambda: save(job, 6)
 

@@ -10,11 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from trinity_sync.client.prefect_api import UNDER_WAY, FlowRun, PrefectApi
 from trinity_sync.errors import TrinitySyncError
-from trinity_sync.fs.file_system import read_file_system_time
+from trinity_sync.fs.file_system import is_recent, read_file_system_time
 from trinity_sync.orchestration.recovery.flow_runs import look_at_jobs
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.pipeline.pending import find_pending_saves
@@ -89,7 +90,8 @@ def _repair_files(
         yield from findings
     for job in jobs:
         try:
-            yield from remove_dead_spool(job, before=time.time() - grace_s)
+            is_fresh = partial(is_recent, now=time.time(), within_s=grace_s)
+            yield from remove_dead_spool(job, is_fresh=is_fresh)
         except OSError as error:
             yield Finding(str(job.folder), "memory", "failed", str(error))
 
@@ -116,10 +118,10 @@ def _repair_root(
     try:
         if busy is not None:
             yield from _list_missing_exports(root, busy)
-        before = read_file_system_time(root) - grace_s
-        yield from remove_exports(root, before=before)
-        yield from remove_temporaries(root, images=images, busy=busy, before=before)
-        yield from remove_attached(root, waiting=waiting, before=before)
+        is_fresh = partial(is_recent, now=read_file_system_time(root), within_s=grace_s)
+        yield from remove_exports(root, is_fresh=is_fresh)
+        yield from remove_temporaries(root, images=images, busy=busy, is_fresh=is_fresh)
+        yield from remove_attached(root, waiting=waiting, is_fresh=is_fresh)
     except (OSError, TrinitySyncError) as error:
         yield Finding(str(root), "temporary files", "failed", str(error))
 
