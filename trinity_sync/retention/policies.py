@@ -83,13 +83,17 @@ class Policy:
             if self.goes_by_time:
                 return {each.step: now for each in steps}
             now = 0.0
-        kept: dict[int, str] = {}
+        kept, every = dict[int, str](), steps
         if self.goes_by_time:
             late = [each for each in steps if each.committed_at > now + CLOCKS_DIFFER_S]
             kept = {each.step: "committed in the future" for each in late}
             steps = [each for each in steps if each.step not in kept]
         for term in self.terms:
-            for step, why in term(steps, now).items():
+            try:
+                found = term(steps, now)
+            except ConfigError:  # late steps may be the only ones that have the metric
+                found = term(every, now)
+            for step, why in found.items():
                 kept[step] = f"{kept[step]}; {why}" if step in kept else why
         return kept
 

@@ -329,6 +329,21 @@ def test_a_step_that_was_committed_in_the_future_is_kept_and_not_counted(
     assert numbers(plan_prune(root, rules("last=2")).removed) == [1]
 
 
+def test_a_metric_that_only_a_step_of_the_future_has_is_a_metric() -> None:
+    now, policy = time.time(), parse_policy("best=1:reward:max,newer=1h")
+    old, late, new = (
+        StepInfo(step, 1, ("checkpoint",), now + DAY * days, 1, metrics=metrics)
+        for step, days, metrics in ((1, -9, {}), (2, 3650, {"reward": 1.0}), (3, -8, {}))
+    )
+    kept = policy.keeps([old, late, new], now)
+    assert kept == {
+        2: "committed in the future; one of the best 1, reward 1",
+        3: "waits for its reward",
+    }
+    with pytest.raises(ConfigError, match="no step has the metric 'reward'"):
+        policy.keeps([old, new], now)
+
+
 def test_no_age_removes_anything_while_this_nodes_clock_is_not_the_file_systems(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
