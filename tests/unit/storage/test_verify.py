@@ -11,6 +11,7 @@ import signal
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from trinity_sync.fs.locks import acquire_commit_lock
 from trinity_sync.layout import CORRUPTION_MARK, MANIFEST, step_folder
 from trinity_sync.orchestration import on_node
 from trinity_sync.remote.upload import replicate
+from trinity_sync.storage import verify as verification
 from trinity_sync.storage.discovery import (
     Corruption,
     find_newest,
@@ -70,6 +72,25 @@ def test_a_file_that_is_read_once_it_is_opened_again_is_valid(committed: Job, fa
     with when_opened(path, fail):
         (judged,) = judge_steps(check_files(choose_files(committed.root, step=2)))
     assert judged.state == ("valid" if fails == 1 else "corrupted")
+
+
+def test_the_bytes_of_a_file_that_is_read_again_count_once(
+    committed: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failed = verification.digest_file, []
+
+    def fail_once_at_its_end(path: Path, *arguments: Any) -> str:
+        digest = real(path, *arguments)
+        failed.append(path)
+        if len(failed) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return digest
+
+    monkeypatch.setattr(verification, "digest_file", fail_once_at_its_end)
+    files, told = choose_files(committed.root, step=2), list[int]()
+    checked = check_files(files, on_progress=lambda nbytes, _: told.append(nbytes))
+    assert (len(failed), [each.wrong for each in checked]) == (2, [""])
+    assert sum(told) == sum(file.record.nbytes for file in files)
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "marked", "manifest"])
