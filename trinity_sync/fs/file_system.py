@@ -105,7 +105,7 @@ def find_mount(path: str | Path, mountinfo: str | None = None) -> Mount:
     for line in filter(None, mountinfo.split("\n")):
         of_mount, _, of_system = line.partition(" - ")
         fields = of_mount.split(" ")
-        kind, source, options = of_system.split(" ")  # the source may be empty
+        kind, source, options = of_system.split(" ", 2)  # source: may be empty; options: have " "
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
         if real.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
             best = Mount(point, kind, source, (*fields[5].split(","), *options.split(",")))

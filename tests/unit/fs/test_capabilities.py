@@ -30,6 +30,7 @@ MOUNTS = r"""
 35 21 0:45 / /bucket rw - fuse mountpoint-s3 rw
 36 21 0:46 / /juice rw - fuse.juicefs JuiceFS:fs rw
 37 21 0:47 / /nameless rw - tmpfs  rw,size=4m
+38 21 0:48 / /wsl rw - 9p C:\134Program\040Files rw,aname=drvfs;path=C:\Program Files\Docker;uid=0
 """.strip()
 
 
@@ -117,6 +118,7 @@ def test_what_only_makes_it_faster_is_done_another_way(tmp_path: Path, spool_fol
         ("/lustre", "lustre", False, "localflock", ""),
         ("/over/it", "fuse.s3fs", True, "", ""),
         ("/bucket", "fuse", True, "", ""),
+        ("/wsl/ckpts", "9p", False, "", ""),
         ("/juice", "fuse.juicefs", False, "", ""),
         ("/nameless", "tmpfs", False, "", ""),
     ],
