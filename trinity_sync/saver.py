@@ -49,7 +49,7 @@ from trinity_sync.errors import (
 from trinity_sync.fs.atomic import list_paths, read_file, replace_file
 from trinity_sync.fs.file_system import is_recent
 from trinity_sync.fs.locks import LockFile
-from trinity_sync.fs.process import lower_session_priority
+from trinity_sync.fs.process import lower_session_priority, lower_thread_priority
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
@@ -59,7 +59,6 @@ from trinity_sync.saves.save_status import FAILURES, compare_late_images, end_im
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import label_run, register_root
 from trinity_sync.snapshot.spool import JobSpool, check_worker, list_job_spools, make_own_folder
-from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save_functions import has_running_functions
 from trinity_sync.storage.uncommitted import is_being_written
@@ -436,19 +435,19 @@ class Saver:
     def _save(self, save: WaitingSave) -> None:
         """Save, in the place of what has begun it before."""
         request, over, kills = save.request, save.over, save.kills
-        lower_thread_priority(self._stack.worker.nice)
         began, failure, waits = time.monotonic(), "", False
         driver = self._make_driver(request)
         begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
-        content = request.model_dump_json() + "\n" * kills  # what follows a commit has no images
-        if kills >= MOST_KILLS:
-            driver.refusal = (
-                f"{kills} savers were killed while they saved it, perhaps by a memory limit (see "
-                "dmesg): raise that, and save the step again"
-            )
         why = over.message if over and over.is_left else ""
-        append(request, "begun", why, over=over)
-        try:
+        try:  # what is raised outside of it would leave the save begun for ever
+            lower_thread_priority(self._stack.worker.nice)
+            content = request.model_dump_json() + "\n" * kills  # what follows a commit: no images
+            if kills >= MOST_KILLS:
+                driver.refusal = (
+                    f"{kills} savers were killed while they saved it, perhaps by a memory limit "
+                    "(see dmesg): raise that, and save the step again"
+                )
+            append(request, "begun", why, over=over)
             with suppress(OSError):  # shared memory is full: the commit frees it
                 replace_file(begun, content + "\n", sync=False)
             driver.save()

@@ -1,8 +1,14 @@
-"""Work of forked children: as another user, or up to a death right before a change on disk."""
+"""Work of forked children: as another user, or up to a death right before a change on disk.
 
+And what the kernel refuses to a program, as it does in a container.
+"""
+
+import ctypes
 import json
 import os
+import platform
 import signal
+import struct
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,6 +20,34 @@ ANOTHER_USER = 12345
 """The number of a user, and of a group, that is no other's."""
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 """Audit events of what a crash can fall between."""
+
+
+NUMBERS = {
+    "getpriority": (140, 141),
+    "madvise": (28, 233),
+    "sched_setaffinity": (203, 122),
+    "setpriority": (141, 140),
+}
+"""Numbers of system calls on x86_64 and on aarch64."""
+
+
+def refuse_calls(error: int, *names: str) -> None:
+    """Have the kernel refuse system calls to this thread, and to all that it starts (seccomp)."""
+    machines = {"x86_64": 0, "aarch64": 1}
+    assert platform.machine() in machines, "add its numbers"
+    which = machines[platform.machine()]
+    load, jump_if_equal, answer = 0x20, 0x15, 0x06
+    lines = [struct.pack("HBBI", load, 0, 0, 0)]  # the number of the call
+    for name in names:
+        lines.append(struct.pack("HBBI", jump_if_equal, 0, 1, NUMBERS[name][which]))
+        lines.append(struct.pack("HBBI", answer, 0, 0, 0x50000 | error))
+    lines.append(struct.pack("HBBI", answer, 0, 0, 0x7FFF0000))  # allow it
+    code = ctypes.create_string_buffer(b"".join(lines))
+    program = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option in ((38, 1, 0, 0, 0), (22, 2, program)):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        if libc.prctl(*option):
+            raise OSError(ctypes.get_errno(), "prctl")
 
 
 def end_of(body: Callable[[], object]) -> int:

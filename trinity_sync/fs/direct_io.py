@@ -211,7 +211,8 @@ def _write_chunk(
             if not direct or error.errno not in _NO_DIRECT_IO:
                 raise
             direct = _turn_off_direct(fd)
-    on_written(offset, done)
+    with suppress(OSError):  # it is advice to the kernel
+        on_written(offset, done)
 
 
 @contextmanager

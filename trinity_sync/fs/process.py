@@ -33,6 +33,18 @@ def read_umask() -> int:
     return umask
 
 
+def lower_thread_priority(nice: int, thread: int = 0) -> None:
+    """Lower the priority of a thread to ``nice``, by default of this one, which ends with its work.
+
+    Linux has a priority for each thread, unlike POSIX. A thread with a lower priority already (Ray
+    starts its workers at 15) keeps it, because raising a priority takes a privilege. It is a
+    courtesy to the training: where the kernel refuses it, as SELinux may, the work goes on without.
+    """
+    with suppress(OSError):
+        if nice > os.getpriority(os.PRIO_PROCESS, thread):
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
 def lower_session_priority(pid: int, nice: int) -> None:
     """Give the session of a process a niceness.
 

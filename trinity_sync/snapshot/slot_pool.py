@@ -31,7 +31,7 @@ from pathlib import Path
 
 from trinity_sync.errors import SpoolError, SpoolFullError, TicketError, TrinitySyncError
 from trinity_sync.fs.file_system import STALL, find_room, find_shortage, measure_ray_stores
-from trinity_sync.fs.process import call_held_handlers
+from trinity_sync.fs.process import call_held_handlers, lower_thread_priority
 from trinity_sync.snapshot.identity import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
@@ -529,7 +529,7 @@ def _warnings() -> Iterator[None]:
 
 def _run(memory: "weakref.ref[SlotMemory]", wake: threading.Event) -> None:
     """Run until the memory's owner is closed or gone."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread
+    lower_thread_priority(10)
     goes_on = True
     while goes_on:
         woken = wake.wait(LOOK_S)

@@ -23,6 +23,7 @@ from trinity_sync.errors import StackError
 from trinity_sync.fs.process import (
     is_process_alive,
     lower_session_priority,
+    lower_thread_priority,
     read_process_identity,
 )
 
@@ -105,10 +106,9 @@ def make_private_folder(folder: Path) -> None:
 def lower_priority(daemon: Daemon, nice: int) -> None:
     """Lower the priority of a daemon and of the processes that it starts."""
     for process in find_family(daemon):
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended
+        with suppress(psutil.NoSuchProcess):  # it has ended
             for thread in process.threads():  # each has a niceness of its own
-                if nice > os.getpriority(os.PRIO_PROCESS, thread.id):
-                    os.setpriority(os.PRIO_PROCESS, thread.id, nice)
+                lower_thread_priority(nice, thread.id)
     lower_session_priority(daemon.pid, nice)
 
 

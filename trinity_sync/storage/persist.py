@@ -23,7 +23,6 @@ import mmap
 import os
 import shutil
 import stat
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -57,6 +56,7 @@ from trinity_sync.fs.direct_io import (
     write_file,
 )
 from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.fs.process import lower_thread_priority
 from trinity_sync.layout import PRIVATE_FOLDER, is_below, shard_file, step_folder
 from trinity_sync.snapshot.identity import SaveId, require_root
 from trinity_sync.snapshot.packed import unpack
@@ -387,17 +387,6 @@ def _scan(ticket: Ticket, content: memoryview) -> "ValueScan | None":
     except Exception as error:  # of any state that can be pickled; it is saved all the same
         logger.warning("cannot look at the values of %s: %r", ticket.what, error)
         return None
-
-
-def lower_thread_priority(nice: int) -> None:
-    """Lower the priority of this thread to ``nice``; call it in a thread that ends with its work.
-
-    Linux has a priority for each thread, unlike POSIX. A thread with a lower priority already (Ray
-    starts its workers at 15) keeps it, because raising a priority takes a privilege.
-    """
-    thread = threading.get_native_id()
-    if nice > os.getpriority(os.PRIO_PROCESS, thread):
-        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 def make_attempt_path(final: Path, attempt: str, image: str) -> Path:

@@ -23,6 +23,7 @@ from trinity_sync.errors import CommitError, ConfigError, FormatError, ManifestE
 from trinity_sync.fs.atomic import UNWRITABLE
 from trinity_sync.fs.direct_io import OnProgress, digest_file, no_progress
 from trinity_sync.fs.locks import acquire_commit_lock
+from trinity_sync.fs.process import lower_thread_priority
 from trinity_sync.layout import CORRUPTION_MARK, KINDS, step_folder, steps_on_disk
 from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.discovery import (
@@ -35,7 +36,6 @@ from trinity_sync.storage.discovery import (
     repair_latest_pointer,
 )
 from trinity_sync.storage.manifest import FileRecord, Manifest, read_manifest
-from trinity_sync.storage.persist import lower_thread_priority
 from trinity_sync.storage.steps_in_use import lease_to_read
 
 logger = logging.getLogger(__name__)

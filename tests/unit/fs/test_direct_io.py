@@ -26,7 +26,7 @@ from trinity_sync.fs.direct_io import (
     scatter_fd,
     write_file,
 )
-from trinity_sync.storage.persist import lower_thread_priority
+from trinity_sync.fs.process import lower_thread_priority
 
 
 def mapped(content: bytes) -> memoryview:

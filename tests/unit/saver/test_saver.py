@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -28,6 +29,7 @@ from benchmarks.path_calls import watch_path_calls
 from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.command import invoke
+from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
 from tests.support.savers import (
@@ -98,6 +100,46 @@ def test_the_session_of_a_saver_yields_to_the_training(
     group = Path(f"/proc/{saver.pid}/autogroup")
     if group.exists() and (told := group.read_text()):  # otherwise that of its threads counts
         assert told.split()[-1] == "19"
+
+
+CONFINED = """
+import errno, sys
+import torch
+from tests.support.dying import refuse_calls
+from trinity_sync import CheckpointCoordinator, Settings
+
+refuse_calls(errno.EACCES, "getpriority", "madvise", "sched_setaffinity", "setpriority")
+root, spool, home = sys.argv[1:]
+with CheckpointCoordinator(root, settings=Settings(spool=spool, home=home, saver="auto")) as saves:
+    for step in (1, 2):
+        saves.save(step, {"model": {"w": torch.full((1 << 20,), float(step))}}).wait(60)
+"""
+
+
+def test_a_save_needs_no_call_by_which_it_yields_to_the_training(
+    job: Job, settings: Settings
+) -> None:
+    assert Program(CONFINED, job.root, settings.spool, settings.home).end() == ""
+    assert load_states(job.root, 2, "actor")["model"]["w"].unique() == 2
+
+
+class Confused(Saver):
+    """A saver that cannot begin a save."""
+
+    def _save(self, save: WaitingSave) -> None:
+        super()._save(replace(save, kills="many"))  # type: ignore[arg-type]
+
+
+def test_a_save_that_cannot_be_begun_has_failed(job: Job) -> None:
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    (job.spool.folder / SERVED).write_text(f"alone {name_saver()}")
+    saver = Confused(job.spool.folder.parent, StackSettings())
+    saver._look()
+    until(lambda: not saver._saves, "the save has ended")
+    told = read_entry(job.request(1))
+    assert told
+    assert told.has_failed
+    assert "multiply sequence" in told.message
 
 
 PLAIN = """
