@@ -156,17 +156,18 @@ def test_a_process_is_known_and_left_alone_whatever_bytes_it_has_for_a_name(
     assert is_process_alive(read_process_identity(named))
 
 
-def test_the_name_of_a_process_does_not_change_when_the_clock_is_set(
-    named: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = read_process_identity(named)
-    assert name.split("/")[1] == Path(f"/proc/{named}/stat").read_text(errors="ignore").split()[-31]
-    proc = tmp_path / "proc"  # in which the kernel says from then on that the boot was later
-    proc.mkdir()
-    (proc / str(named)).symlink_to(f"/proc/{named}")
-    (proc / "stat").write_text(f"btime {int(psutil.boot_time()) + 3600}\n")
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
-    assert read_process_identity(named) == name
+IDENTITY = """
+import os
+from pathlib import Path
+from trinity_sync.fs.process import read_process_identity
+assert not Path("/proc/stat").exists()  # with the time of the boot, which changes with the clock
+began = Path("/proc/self/stat").read_text().split()[21]
+assert read_process_identity(os.getpid()) == f"{os.getpid()}/{began}"
+"""
+
+
+def test_the_identity_of_a_process_is_what_the_kernel_tells_of_it_alone() -> None:
+    in_namespace("subset=pid", IDENTITY)
 
 
 HIDDEN = """
@@ -186,15 +187,20 @@ assert is_process_alive(theirs) and not is_process_alive(ours.process)
 """
 
 
-def test_processes_of_others_that_the_kernel_hides_stop_no_daemon() -> None:
-    isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-    if os.getuid() or subprocess.run([*isolated, "true"], check=False).returncode:
-        pytest.skip("only root can hide processes")
-    mount = 'mount -t proc -o hidepid=1 proc /proc && exec "$0" "$@"'
+@pytest.mark.parametrize("hidepid", [1, 2])
+def test_processes_of_others_that_the_kernel_hides_stop_no_daemon(hidepid: int) -> None:
     with TemporaryDirectory() as folder:  # tmp_path is for no other user
         os.chown(folder, 12345, 12345)
-        command = [*isolated, "sh", "-c", mount, sys.executable, "-c", HIDDEN, f"{folder}/log/log"]
-        subprocess.run(command, check=True, timeout=60)
+        in_namespace(f"hidepid={hidepid}", HIDDEN, f"{folder}/log/log")
+
+
+def in_namespace(how: str, *program: str) -> None:
+    """Run a program where ``/proc`` is mounted with an option."""
+    isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    if os.getuid() or subprocess.run([*isolated, "true"], check=False).returncode:
+        pytest.skip("only root can mount /proc")
+    mount = f'mount -t proc -o {how} proc /proc && exec "$0" -c "$@"'
+    subprocess.run([*isolated, "sh", "-c", mount, sys.executable, *program], check=True, timeout=60)
 
 
 def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:
