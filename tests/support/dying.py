@@ -25,6 +25,7 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 NUMBERS = {
     "getpriority": (140, 141),
     "madvise": (28, 233),
+    "pwrite64": (18, 68),
     "sched_setaffinity": (203, 122),
     "setpriority": (141, 140),
 }
@@ -32,7 +33,10 @@ NUMBERS = {
 
 
 def refuse_calls(error: int, *names: str) -> None:
-    """Have the kernel refuse system calls to this thread, and to all that it starts (seccomp)."""
+    """Have the kernel refuse system calls to this thread, and to all that it starts (seccomp).
+
+    Without an error they do nothing, and return 0.
+    """
     machines = {"x86_64": 0, "aarch64": 1}
     assert platform.machine() in machines, "add its numbers"
     which = machines[platform.machine()]

@@ -206,7 +206,9 @@ def _write_chunk(
         if direct and done % ALIGNMENT:  # a short write
             direct = _turn_off_direct(fd)
         try:
-            done += os.pwrite(fd, chunk[done:], offset + done)
+            done += (count := os.pwrite(fd, chunk[done:], offset + done))
+            if not count:  # as of a FUSE server: it would do so for ever
+                raise OSError(errno.EIO, "the file system writes nothing, and names no error")
         except OSError as error:
             if not direct or error.errno not in _NO_DIRECT_IO:
                 raise

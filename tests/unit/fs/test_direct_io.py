@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from tests.support.disk import no_file_above
-from tests.support.dying import end_of
+from tests.support.dying import end_of, refuse_calls
 from trinity_sync.fs.direct_io import (
     CHUNK,
     IN_FLIGHT,
@@ -150,6 +150,15 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is a link"):
         write_file(tmp_path / "link", mapped(b"x"))
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_system_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+    def write() -> None:
+        refuse_calls(0, "pwrite64")
+        with pytest.raises(OSError, match="writes nothing"):
+            write_file(tmp_path / "file", mapped(bytes(10_000)))
+
+    assert end_of(write) == 0
 
 
 @pytest.mark.parametrize(("nice", "then"), [(5, 5), (19, 19), (1, 3), (0, 3)])
