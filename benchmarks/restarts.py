@@ -142,13 +142,13 @@ HEAD = """\
 def commit_step(root: Path, ranks: int, step: int = 1) -> None:
     """Commit a step of so many ranks: the same small image for each rank and component."""
     from benchmarks.simulated import make_image
-    from trinity_sync.fs.direct_io import digest_bytes
+    from trinity_sync.fs.direct_io import digest_parts
     from trinity_sync.layout import SERVES_AS, shard_file, step_folder
     from trinity_sync.storage.manifest import FileRecord, Manifest, write_manifest
     from trinity_sync.storage.runs import open_run
 
     image = make_image()
-    digest = digest_bytes(memoryview(image))
+    digest = digest_parts((memoryview(image),))
     folder = step_folder(root, step)
     (folder / "actor").mkdir(parents=True)
     records = []

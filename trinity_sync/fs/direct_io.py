@@ -165,11 +165,6 @@ def digest_parts(parts: Iterable[memoryview | bytes]) -> str:
     return f"{DIGEST}:{digest.hexdigest()}"
 
 
-def digest_bytes(content: memoryview) -> str:
-    """Return the digest of bytes, in the form of `write_file`."""
-    return digest_parts((content,))
-
-
 def _open(path: Path, flags: int, direct: bool = True) -> tuple[int, bool]:
     """Open a regular file; return its descriptor and whether it is open for direct I/O."""
     if direct:

@@ -395,7 +395,7 @@ def has_no_other_users(path: Path) -> bool:
                 return False
             with ThreadPoolExecutor(1, "lease") as thread:
                 return thread.submit(_can_be_leased, fd).result()
-    except OSError:
+    except (OSError, RuntimeError):  # no thread can be started
         return False
 
 

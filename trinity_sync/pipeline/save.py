@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -166,7 +166,7 @@ class Part:
             try:
                 return call()
             except Exception as error:
-                if not self.transient(error):
+                if not self.transient(error) and type(error) is not RuntimeError:  # lacks threads
                     raise
                 logger.warning("%s: again in %g s: %s", what, delay_s, error)
                 time.sleep(delay_s)
@@ -294,8 +294,12 @@ class SaverDriver(Driver):
 
     async def _persist(self) -> None:
         shares = list_shares(self.request, self._shards, commits=self.commits)
-        with ThreadPoolExecutor(len(shares) or 1, "persist") as threads:  # 0 of functions alone
-            persisting = [threads.submit(self._persist_share, share) for share in shares]
+
+        def persist_shares() -> list[Future[Persisted]]:
+            with ThreadPoolExecutor(len(shares) or 1, "persist") as threads:  # 0 of functions alone
+                return [threads.submit(self._persist_share, share) for share in shares]
+
+        persisting = self._repeat(PERSIST, persist_shares)
         self._persisted += [each.result() for each in persisting if not each.exception()]
         for each in persisting:
             each.result()

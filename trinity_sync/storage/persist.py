@@ -49,9 +49,9 @@ from trinity_sync.fs.atomic import (
 )
 from trinity_sync.fs.direct_io import (
     RateLimit,
-    digest_bytes,
     digest_cached_file,
     digest_file,
+    digest_parts,
     open_to_read,
     write_file,
 )
@@ -342,7 +342,7 @@ def _link_unchanged(
             for at in range(0, nbytes, max(nbytes // SAMPLES, SAMPLED)):
                 if os.pread(fd, SAMPLED, at) != content[at : at + SAMPLED]:
                     return None
-        if digest_bytes(content) != record.digest:
+        if digest_parts((content,)) != record.digest:
             return None
         os.link(path, temporary, follow_symlinks=False)
         # other nodes see by the time of its change that the save goes on
@@ -413,7 +413,7 @@ def digest_content(content: memoryview | Path) -> str:
     """Return the digest of a file of `unpack_image`; empty if other code has removed it."""
     if isinstance(content, Path):
         return digest_cached_file(content.resolve()) if content.exists() else ""
-    return digest_bytes(content)
+    return digest_parts((content,))
 
 
 def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memoryview | Path]]:

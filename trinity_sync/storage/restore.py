@@ -32,10 +32,10 @@ from typing import Any, Literal, TypeVar
 from trinity_sync.errors import CommitError, ConfigError, LockTimeoutError, warn_once
 from trinity_sync.fs.atomic import is_trusted
 from trinity_sync.fs.direct_io import (
-    digest_bytes,
     digest_cached_file,
     digest_fd,
     digest_file,
+    digest_parts,
     map_fd,
     no_progress,
     open_to_read,
@@ -404,7 +404,7 @@ def _read(file: _ShardFile, *, borrow: bool = False) -> memoryview:
     def read(fd: int) -> tuple[memoryview, str]:
         if borrow and file.slot:
             image = map_fd(fd, nbytes)
-            return image, digest_bytes(image)
+            return image, digest_parts((image,))
         return read_fd(fd, nbytes)
 
     image, _ = file.read(read)

@@ -27,7 +27,7 @@ from torch import nn
 
 from trinity_sync.errors import CommitError, ConfigError, ImageError, WeightSyncError
 from trinity_sync.fs.atomic import open_no_follow
-from trinity_sync.fs.direct_io import digest_bytes
+from trinity_sync.fs.direct_io import digest_parts
 from trinity_sync.fs.locks import LockFile
 from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.spool import JobSpool
@@ -291,7 +291,7 @@ class VersionOpener:
             except (CommitError, FileNotFoundError) as error:
                 raise VersionUnavailableError(f"{_describe(version)}: {error}") from error
             for content, record in zip(mapped, records, strict=True):
-                if self._verify and digest_bytes(content) != record.digest:
+                if self._verify and digest_parts((content,)) != record.digest:
                     raise WeightSyncError(
                         f"{folder / record.path} is corrupted: its digest is not that of the "
                         "manifest; restore the file from a copy, or remove the step"

@@ -6,6 +6,7 @@ repaired. Before, it is told at once what the node lacks.
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -40,8 +41,14 @@ from trinity_sync.client.saver_control import (
 from trinity_sync.errors import RootError, SaveError, SaveFailedError, SpoolError
 from trinity_sync.fs.atomic import walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
+from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.pending import find_pending_saves
-from trinity_sync.pipeline.save import commit_images, is_io_error, mark_images_failed
+from trinity_sync.pipeline.save import (
+    SaverDriver,
+    commit_images,
+    is_io_error,
+    mark_images_failed,
+)
 from trinity_sync.saver import BEGUN, Saver
 from trinity_sync.saves.journal import append
 from trinity_sync.saves.save_request import SaveRequest
@@ -157,6 +164,39 @@ def no_thread_starts() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
+
+
+class Recovery(logging.Handler):
+    """Lets threads be started again once it is told that a part is repeated."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        threading.setprofile(None)
+        threading.stack_size(0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_save_is_repeated_once_threads_can_be_started_again(job: Job, begun: bool) -> None:
+    """Those of a saver that a limit of the user leaves none, or that has begun to persist."""
+    job.stage(1, {"model": {"w": torch.ones(1 << 20)}})
+    driver = SaverDriver(job.request(1), StackSettings(), job.spool.folder.parent)
+
+    def lack_threads(*_: object) -> None:
+        threading.stack_size(1 << 46)  # of which there is no memory
+        sys.setprofile(None)
+
+    recovery, log = Recovery(), logging.getLogger(pipeline.__name__)
+    log.addHandler(recovery)
+    try:
+        if begun:
+            threading.setprofile(lack_threads)
+        else:
+            lack_threads()
+        driver.save()
+        assert threading.stack_size() == 0
+    finally:
+        recovery.emit(logging.makeLogRecord({}))
+        log.removeHandler(recovery)
+    assert find_newest(job.root).step == 1
 
 
 def kill_savers(spool: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.meanwhile import when_opened
 from tests.support.weights import VersionFile, upload, version_in
 from tests.unit.conftest import Runs
 from trinity_sync.errors import ImageError, WeightSyncError
-from trinity_sync.fs.direct_io import digest_bytes
+from trinity_sync.fs.direct_io import digest_parts
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
@@ -293,7 +293,7 @@ def test_a_reader_never_has_parts_of_two_runs(
         when_opened(second, lambda: job.commit(1, run=2)),
         reader.open(Version(1, 1, "checkpoint", str(job.root))) as view,
     ):
-        have = [digest_bytes(memoryview(image.numpy())) for image in view.images]
+        have = [digest_parts((memoryview(image.numpy()),)) for image in view.images]
     manifest = read_manifest(job.root, 1)
     assert (view.version.run, manifest.run) == (2, 2)
     assert have == [record.digest for record in manifest.files]
