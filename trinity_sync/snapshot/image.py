@@ -29,7 +29,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Lock
@@ -191,31 +191,28 @@ def find_unpicklable(state: Any) -> str:
     """
     path = ""
     for _ in range(_DEPTH):  # each level pickles all below it, and a state may contain itself
-        failing = (item for item in _items(state) if not _can_be_pickled(item[1]))
-        key, state = next(failing, (None, None))
-        if key is None:
+        for key, item in list_items(state):
+            try:
+                with _save(item):
+                    continue
+            except Exception:
+                path, state = path + key, item
+                break
+        else:
             break
-        path += key
     return path.removeprefix(".")
 
 
 _DEPTH = 16
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
+def list_items(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a dict, list or tuple, with how its path ends."""
     if isinstance(value, Mapping):
         return ((f".{key}", item) for key, item in value.items())
     if isinstance(value, list | tuple):
         return ((f"[{number}]", item) for number, item in enumerate(value))
     return iter(())
-
-
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        with _save(value):
-            return True
-    except Exception:
-        return False
 
 
 ALIGNMENT = 4096
@@ -317,6 +314,11 @@ def lay_out(
             return known, read.storages
         if known.places:
             return _with_floats(known, known.places, read.floats), read.storages
+    if read:
+        with suppress(Exception):  # another thread changes it: the walk is of what is pickled
+            read = None
+            state = _isolate(state, {})
+            read = _walk_state(state)
     saved = state.detached() if type(state) is UndetachedStateDict else state
     with _aligned(alignment):
         try:
@@ -483,18 +485,6 @@ class UndetachedStateDict(dict[str, Any]):
         }
 
 
-@dataclass(frozen=True)
-class _StateWalk:
-    """The result of a walk over a state."""
-
-    structure: list[Any]
-    """Everything that determines the headers except the floats' values, flat, in pickle order."""
-    floats: bytes
-    """`_pack_floats`, in pickle order."""
-    storages: list[torch.UntypedStorage]
-    """Non-empty storages, each once."""
-
-
 def _pack_floats(floats: Sequence[float]) -> bytes:
     """Return floats as a pickle has them, eight bytes each; nan equals nan, -0.0 is not 0.0."""
     return struct.pack(f">{len(floats)}d", *floats)
@@ -529,29 +519,55 @@ class _NotComparable(Exception):
     """The state has a value whose equality does not imply an equal pickle."""
 
 
-def _walk_state(state: Any) -> _StateWalk | None:
+def _isolate(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+    """Return a copy of a state with the same tensors; ``copies`` has what was copied before."""
+    kind, known = type(value), copies.get(id(value))
+    if known or (kind not in _CONTAINERS and kind is not np.ndarray):
+        return known[1] if known else value
+    if kind is tuple:
+        items = tuple(_isolate(item, copies) for item in value)
+        return copies.setdefault(id(value), (value, items))[1]
+    copied = value.copy() if kind is np.ndarray else kind()
+    copies[id(value)] = value, copied
+    if kind is list:
+        copied += [_isolate(item, copies) for item in value]
+    elif kind is not np.ndarray:
+        copied.update((key, _isolate(item, copies)) for key, item in value.items())
+    if kind is OrderedDict:
+        copies[id(vars(value))] = vars(value), vars(copied)
+        vars(copied).update((key, _isolate(each, copies)) for key, each in vars(value).items())
+    return copied
+
+
+def _walk_state(state: Any) -> "_StateWalk | None":
     """Walk over ``state`` and return its key; None if it has to be laid out again."""
-    walk = _Walk(attributes_count=type(state) is not UndetachedStateDict)
+    walk = _StateWalk(attributes_count=type(state) is not UndetachedStateDict)
     try:
         with disable_subclasses():  # attributes of DTensors are read as they are
             walk.visit(state)
     except Exception:  # whether it can be saved at all is for torch.save to say
         return None
-    return _StateWalk(walk.found, _pack_floats(walk.floats), walk.live)
+    return walk
 
 
 @dataclass
-class _Walk:
-    """What a walk has found; it is the whole cost of a known state."""
+class _StateWalk:
+    """What a walk over a state has found; it is the whole cost of a known state."""
 
     attributes_count: bool
-    found: list[Any] = field(default_factory=list)
-    floats: list[float] = field(default_factory=list)
-    live: list[torch.UntypedStorage] = field(default_factory=list)
-    numbers: dict[int, int] = field(default_factory=dict)
-    firsts: list[torch.Tensor] = field(default_factory=list)
-    """The first tensor in each storage."""
+    structure: list[Any] = field(default_factory=list)
+    """Everything that determines the headers except the floats' values, flat, in pickle order."""
+    values: list[float] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    """Non-empty storages, each once."""
+    firsts: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    """Number of each storage, and the first tensor in it."""
     seen: dict[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def floats(self) -> bytes:
+        """`_pack_floats`, in pickle order."""
+        return _pack_floats(self.values)
 
     def visit(self, value: Any) -> None:
         """Add a value, and all that is in it."""
@@ -559,10 +575,10 @@ class _Walk:
         if kind in _TENSORS:
             self._add_tensor(value, kind)
             return
-        add, seen, visit = self.found.append, self.seen, self.visit
+        add, seen, visit = self.structure.append, self.seen, self.visit
         add(kind)
         if kind is float:
-            self.floats.append(value)
+            self.values.append(value)
         elif kind in _PLAIN:
             add(value)
         elif kind not in _CONTAINERS and not (kind is np.ndarray and _is_small(value)):
@@ -572,7 +588,7 @@ class _Walk:
         else:
             seen[address] = len(seen)
             if kind is np.ndarray:
-                self.found += (value.dtype.str, value.shape, value.tobytes())
+                self.structure += (value.dtype.str, value.shape, value.tobytes())
                 return
             add(len(value))
             if kind is list or kind is tuple:
@@ -589,7 +605,7 @@ class _Walk:
                 visit(value.__dict__)  # a module's state has its _metadata there
 
     def _add_tensor(self, value: Any, kind: Any) -> None:
-        given, add_all, attributes_count = value, self.found.extend, self.attributes_count
+        given, add_all, attributes_count = value, self.structure.extend, self.attributes_count
         if kind is DTensor:
             if attributes_count and value.__dict__:
                 raise _NotComparable
@@ -605,17 +621,15 @@ class _Walk:
         if dtype in _SPECIAL:
             if dtype in _QUANTIZED:
                 raise _NotComparable
-            self.found.append(value.is_conj())
+            self.structure.append(value.is_conj())
         storage = value.untyped_storage()
         nbytes, address = storage.nbytes(), get_storage_id(storage)
-        number = self.numbers.get(address)
-        if number is None:
-            number = self.numbers[address] = len(self.numbers)
-            self.firsts.append(given)
-            if nbytes:
-                self.live.append(storage)
-        elif given is not self.firsts[number]:  # a pickle has an object once
-            self.found.append(self.seen.setdefault(id(given), len(self.seen)))
+        count = len(self.firsts)
+        number, first = self.firsts.setdefault(address, (count, given))
+        if number == count and nbytes:
+            self.storages.append(storage)
+        if given is not first:  # a pickle has an object once
+            self.structure.append(self.seen.setdefault(id(given), len(self.seen)))
         add_all(
             (
                 kind,

@@ -15,7 +15,7 @@ the same address and filled with the same bytes.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from trinity_sync.errors import ImageError
-from trinity_sync.snapshot.image import Layout, Storages, fill
+from trinity_sync.snapshot.image import Layout, Storages, fill, list_items
 from trinity_sync.tensors.memcpy import get_staging_stream, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import get_change_count, get_shard, get_storage_id
 
@@ -211,22 +211,11 @@ def list_named_tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
     while left:  # a state may be nested deeper than the stack allows, and contain itself
         name, value = left.pop()
         if isinstance(value, torch.Tensor):
-            found.append((name, get_shard(value)))
-            continue
-        if id(value) in entered:
-            continue
-        inner: list[tuple[str, Any]] = []
-        if isinstance(value, Mapping):
-            inner = [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            inner = [
-                (f"{name}[{number}]", item)
-                for number, item in enumerate(value)
-                if type(item) is not int  # a random state is hundreds of them
-            ]
-        if inner:
+            found.append((name.removeprefix("."), get_shard(value)))
+        elif id(value) not in entered and (inner := [*list_items(value)]):
             entered.add(id(value))
-            left += reversed(inner)
+            # a random state is hundreds of numbers
+            left += [(name + key, each) for key, each in reversed(inner) if type(each) is not int]
     return found
 
 

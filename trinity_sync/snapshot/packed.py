@@ -93,18 +93,14 @@ def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
     for path in entries:
         if path.is_file():
             yield path
-        elif not path.is_dir():
-            raise ConfigError(
-                f"{path} cannot be saved: it is neither a file nor a folder, nor a link to one; "
-                "remove it, or pass another folder"
-            )
-        elif path.resolve() in above:
-            raise ConfigError(
-                f"{path} cannot be saved: it is a link to a folder that it is in; remove it, or "
-                "pass another folder"
-            )
-        else:
+        elif path.is_dir() and path.resolve() not in above:
             yield from _walk(path, above)
+        else:
+            what = "neither a file nor a folder, nor a link to one"
+            what = "a link to a folder that it is in" if path.is_dir() else what
+            raise ConfigError(
+                f"{path} cannot be saved: it is {what}; remove it, or pass another folder"
+            )
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import weakref
 import zipfile
 from collections import OrderedDict
@@ -349,6 +350,37 @@ def test_a_state_is_released_at_once() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("of", [dict, OrderedDict, UndetachedStateDict])
+def test_a_state_that_a_thread_changes_while_it_is_laid_out_is_known_as_it_was_written(
+    of: Any,
+) -> None:
+    state = of(tensors=[torch.ones(2) for _ in range(200)], queued=0, of_worker=np.zeros(1))
+    has_ended = threading.Event()
+
+    def consume() -> None:
+        while not has_ended.is_set():
+            state["queued"] ^= 1
+            state["of_worker"] += 1
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    try:
+        layouts = [lay_out(state)[0] for _ in range(10)]
+    finally:
+        has_ended.set()
+        consumer.join()
+        sys.setswitchinterval(before)
+    for known in layouts:
+        written = loaded(filled(known, lay_out(state)[1]), weights_only=False)
+        state |= {"queued": written["queued"], "of_worker": written["of_worker"]}
+        assert lay_out(state, known)[0] is known
+        state["queued"] ^= 1
+        other = loaded(filled(*lay_out(state, known)), weights_only=False)
+        assert other["queued"] == state["queued"]
 
 
 def test_metadata_of_a_modules_state_that_changes_is_laid_out_again() -> None:
