@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
@@ -219,7 +219,7 @@ class WeightReader:
 
     def iter_weights(
         self, version: Version | None = None, *, keep_float32: Collection[str] = ()
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield names and full tensors of a version, one at a time.
 
         Names are those of the plain model, without the names of torch's wrappers

@@ -99,7 +99,8 @@ class Synchronizer(TrinityMethods):
             "scheduling_strategy": here,  # this node certainly sees the root
         }
         settings = settings or SyncSettings.from_config(config)
-        ray.method(max_task_retries=0)(cls.stop)  # a retry would make Ray restart it
+        for once in (cls.stop, cls.get_model_state_dict_iterator):
+            ray.method(max_task_retries=0)(once)  # a retry restarts it, or has other tensors
         actor = ray.remote(cls).options(**options).remote(root, name, namespace, settings)
         actor.restore_address.remote()  # the root of a running actor may have been recreated
         return actor

@@ -10,14 +10,16 @@ import pytest
 import ray
 
 from tests.integration.weights.conftest import ASK_S, ask
+from tests.integration.weights.test_synchronizer import kill
 from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.support.weights import first, upload
-from trinity_sync.integrations.trinity.synchronizer import TrinitySynchronizer
+from trinity_sync.integrations.trinity.synchronizer import NAME, TrinitySynchronizer
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.storage.steps_in_use import list_steps_in_use
 
 
 @pytest.fixture
@@ -63,6 +65,22 @@ def test_a_returned_commit_is_leased_until_the_explorers_next_call(
     assert steps_on_disk(root) == [4, 6, 7]
 
 
+def test_each_explorer_has_its_lease_although_trinity_gives_all_of_them_one_name(
+    synchronizer: Any, root: Path
+) -> None:
+    noticed = synchronizer.wait_newer.remote(0, ASK_S)
+    commit_files(root, 1, kind="state_dict")
+    assert ask(noticed).step == 1
+    for _ in range(2):
+        assert ask(synchronizer.wait_new_model_state_dict.remote(0)) == 1
+    assert list_steps_in_use(root) == {1: ["leased by explorer"] * 2}
+    ask(synchronizer.set_trainer_status.remote("stopped"))
+    assert ask(synchronizer.wait_new_model_state_dict.remote(1)) == 1
+    assert list_steps_in_use(root) == {1: ["leased by explorer"]}, "the other one may load it yet"
+    assert ask(synchronizer.wait_new_model_state_dict.remote(1)) == 1
+    assert list_steps_in_use(root) == {}
+
+
 def given(synchronizer: Any) -> float:
     """The value in the weights that an explorer gets."""
     sent = synchronizer.get_model_state_dict_iterator.remote()
@@ -84,6 +102,22 @@ def test_an_explorer_gets_the_returned_version_while_it_is_available(
     assert given(synchronizer) == 1
     publish(3)
     assert given(synchronizer) == 3, "the trainer has two slots and has filled both again"
+
+
+def test_an_explorer_never_gets_parts_of_two_versions_if_the_synchronizer_is_killed(
+    synchronizer: Any, job: Job, root: Path, namespace: str
+) -> None:
+    node, state = ray.get_runtime_context().get_node_id(), first()
+    assert ask(synchronizer.publish.remote(upload(job, 1, state, node=node)))
+    assert ask(synchronizer.wait_new_model_state_dict.remote(0)) == 1
+    found = ray.get_actor(NAME, namespace)  # as the processes that serve the model do
+    one_at_a_time = {"_generator_backpressure_num_objects": 1}
+    sent = found.get_model_state_dict_iterator.options(**one_at_a_time).remote()
+    ray.get(next(sent))
+    assert ask(synchronizer.publish.remote(upload(job, 2, state, node=node)))
+    kill(synchronizer, root)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get([*sent])
 
 
 def test_a_checkpoint_between_two_uploads_is_what_an_explorer_gets_as_its_version(

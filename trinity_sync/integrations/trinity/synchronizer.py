@@ -6,27 +6,24 @@ processes look it up. It ends with the last trainer or explorer, as Trinity's do
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from trinity_sync.errors import ConfigError, TrinitySyncError
 from trinity_sync.integrations.trinity.job import require_supported
 from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.weights.reader import WeightReader
 from trinity_sync.weights.synchronizer import Synchronizer
-from trinity_sync.weights.versions import Version
 
 logger = logging.getLogger(__name__)
 
 NAME = "synchronizer"
 PROBE_S = 1.0
 """Seconds between two probes of trainers and explorers."""
-Named = tuple[str, torch.Tensor]
 
 
 class TrinitySynchronizer(Synchronizer):
@@ -70,8 +67,8 @@ class TrinitySynchronizer(Synchronizer):
         self._modules: set[Any] = set()
         self._returned_version = 0
         """Step of the version that `wait_new_model_state_dict` returned last."""
-        self._leases: dict[str, ExitStack] = {}
-        """Lease of the committed step that each explorer may be loading, by its name."""
+        self._leases: list[tuple[int, ExitStack]] = []
+        """Committed steps that explorers, which Trinity does not name, may be loading."""
 
     async def get_root(self) -> str:
         """Return the job's root."""
@@ -87,20 +84,21 @@ class TrinitySynchronizer(Synchronizer):
     async def wait_new_model_state_dict(
         self, current_version: int, no_wait: bool = False, explorer: str | None = None
     ) -> int:
-        """Wait as `Synchronizer` does, and lease a committed step until the explorer's next call.
+        """Wait as `Synchronizer` does, and lease a committed step until the explorer calls with it.
 
         Trinity's explorer loads the step by itself, within ``sync_timeout``, without a lease.
         """
-        name = explorer or self._settings.explorer
-        if lease := self._leases.pop(name, None):
-            await asyncio.to_thread(lease.close)
+        if held := next((each for each in self._leases if each[0] == current_version), None):
+            self._leases.remove(held)
+            await asyncio.to_thread(held[1].close)
         number = await super().wait_new_model_state_dict(current_version, no_wait, explorer)
         self._returned_version = number
         newest = self._registry.versions.newest("checkpoint")
         if newest and number == newest.step > current_version:
-            await self._lease(name, number)
+            await self._lease(explorer or self._settings.explorer, number)
         return number
 
+    @ray.method(max_task_retries=0)  # repeated, it would go on in the middle of another version
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
         """Yield names and full tensors of a version, one at a time, from memory or its commit.
 
@@ -116,15 +114,16 @@ class TrinitySynchronizer(Synchronizer):
                 yield named
             return
         reader = WeightReader(ray.get_runtime_context().current_actor, name="explorers")
-        tensors = _iter_tensors(reader, version)
+        tensors = reader.iter_weights(version)
         try:
-            while (item := await asyncio.to_thread(lambda: next(tensors, None))) is not None:
+            while item := await asyncio.to_thread(next, tensors, None):
                 yield item
         finally:
             await asyncio.to_thread(tensors.close)
 
     async def _lease(self, name: str, step: int) -> None:
-        lease = self._leases[name] = ExitStack()
+        lease = ExitStack()
+        self._leases.append((step, lease))
         entering = lease_to_read(self._root, step, name, ttl_s=self._settings.timeout_s)
         try:
             await asyncio.to_thread(lease.enter_context, entering)
@@ -166,8 +165,3 @@ def _find_root_in(namespace: str) -> str | None:
         )
     except (ValueError, ray.exceptions.RayActorError):  # that of the last run may be stopping
         return None
-
-
-def _iter_tensors(reader: WeightReader, version: Version) -> Generator[Named, None, None]:
-    with reader, reader.open(version) as view:
-        yield from view.iter_tensors()
