@@ -206,10 +206,18 @@ class Synchronizer(TrinityMethods):
                 f"version {step} (run {run}) is no longer the newest in memory"
             )
         images = {image.rank: image for image in newest.images}
-        for rank in ranks:
-            if images[rank].image not in self._copies:
-                self._copies[images[rank].image] = start_copy(images[rank])
+        for image in [images[rank] for rank in ranks]:
+            if image.image not in self._copies:
+                self._copies[image.image] = start_copy(image)
+                self._registry.run_in_background(self._drop_if_failed(image.image))
         return [self._copies[images[rank].image] for rank in ranks]
+
+    async def _drop_if_failed(self, image: str) -> None:
+        """Wait for the copy of an image, and have the next reader start another if it fails."""
+        try:
+            await self._copies[image][0]
+        except Exception:  # of the task, or of Ray
+            self._copies.pop(image, None)
 
     def _require_role(self, version: Version) -> None:
         if version.role != self._settings.role:

@@ -175,10 +175,11 @@ class TrinityMethods:
         state: dict[str, Any] | str | None = model_state_dict
         if isinstance(model_state_dict, dict):
             state = await asyncio.to_thread(_put_tensors, model_state_dict)
-        elif model_state_dict is None:
-            newest = self._registry.versions.newest("checkpoint")
-            source = "checkpoint" if newest and newest.step == trainer_step else "nccl"
         run = self._registry.versions.run
+        if model_state_dict is None:
+            newest = self._registry.versions.newest("checkpoint")
+            is_committed = newest and (newest.run, newest.step) == (run, trainer_step)
+            source = "checkpoint" if is_committed else "nccl"
         rendezvous = self._last_rendezvous
         if state is None and rendezvous and rendezvous.version == trainer_step:
             for explorer in rendezvous.arrived:

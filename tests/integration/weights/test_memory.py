@@ -1,8 +1,8 @@
 """A version in shared memory is published when all ranks have added their images."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from tests.support.weights import upload
 from trinity_sync import Synchronizer, WeightReader, WeightSyncError
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.runs import open_run
+from trinity_sync.weights.actor_registry import ActorRegistry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import write_address
+from trinity_sync.weights.versions import ImageCopy, VersionUnavailableError
 
 
 @pytest.fixture
@@ -73,6 +75,41 @@ def test_a_reader_has_the_newest_version_that_can_be_read(job: Job, synchronizer
     for source, why in (("nccl", "is broadcast"), ("memory", "was given as a dict")):
         with pytest.raises(WeightSyncError, match=why):
             reader.load_into({}, ray.get(synchronizer.latest.remote(source)))
+
+
+def test_a_broadcast_of_the_step_that_a_run_resumed_from_hides_no_commit(
+    job: Job, synchronizer: Any
+) -> None:
+    open_run(job.root, "first", resumed_from=0)
+    for rank in (0, 1):
+        job.stage(2, {"model": state(rank, 2)}, rank=rank)
+    job.commit(2)
+    assert ray.get(synchronizer.wait_newer.remote(0, 30)).step == 2
+    open_run(job.root, "resumed", resumed_from=2)
+    ray.get(synchronizer.set_model_state_dict.remote(None, 2))
+    reader = WeightReader(synchronizer, name="evaluator", timeout_s=0.1)
+    assert len(dict(reader.iter_weights())) == 2
+    assert reader.version is not None
+    assert (reader.version.run, reader.version.step) == (1, 2)
+
+
+def test_a_copy_for_other_nodes_that_has_failed_is_made_again(job: Job, synchronizer: Any) -> None:
+    job.world_size = 1
+    version = upload(job, 1, state(0, 1), node=ray.get_runtime_context().get_node_id())
+    ray.get(synchronizer.publish.remote(version))
+    registry, slot = ActorRegistry(synchronizer), Path(version.images[0].slot)
+    away = slot.rename(slot.with_name("away"))
+    with pytest.raises(VersionUnavailableError, match="was removed with its trainer"):
+        registry.fetch_images(version, [0], 60)
+    away.rename(slot)
+
+    def fetch() -> Sequence[ImageCopy]:
+        with suppress(VersionUnavailableError):
+            return registry.fetch_images(version, [0], 60)
+        return ()
+
+    [(tag, content)] = until(fetch, "another copy")
+    assert (tag.step, len(content)) == (1, version.images[0].nbytes)
 
 
 def test_a_reader_that_is_given_a_root_asks_the_synchronizer_of_its_cluster(
