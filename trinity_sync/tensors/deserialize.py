@@ -103,10 +103,9 @@ def allow_plain() -> None:
     Torch's ``safe_globals`` would undo at its end what the user has allowed, or another thread. A
     program's own one, such as `transformers`', undoes this, so each load allows it again.
     """
-    core = np._core if hasattr(np, "_core") else np.core
     kinds = [kind for name, kind in vars(np.dtypes).items() if name.endswith("DType")]
     plain = [kind for kind in kinds if kind is not np.dtypes.ObjectDType]
-    made = core.multiarray._reconstruct, core.multiarray.scalar
+    made: list[Any] = [value.__reduce__()[0] for value in (np.empty(0), np.float64())]
     torch.serialization.add_safe_globals([*made, np.ndarray, np.dtype, *plain, io.BytesIO])
 
 

@@ -1,11 +1,13 @@
 """The bytes of a file, in memory, become the state that torch.load gives, without a copy."""
 
+import importlib
 import io
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +23,11 @@ from tests.unit.snapshot.test_image import (
 )
 from trinity_sync.errors import ImageError
 from trinity_sync.fs.direct_io import open_to_read, read_fd
-from trinity_sync.tensors.deserialize import deserialize, deserialize_unread
+from trinity_sync.tensors.deserialize import (
+    deserialize,
+    deserialize_outline,
+    deserialize_unread,
+)
 
 
 def from_memory(content: bytes) -> Any:
@@ -33,6 +39,13 @@ def from_memory(content: bytes) -> Any:
 def test_any_nested_state_comes_back_as_torch_load_gives_it(state: Any) -> None:
     assert_equal(from_memory(image_of(state)), state)
     assert_equal(from_memory(saved(state)), state)
+
+
+def test_values_of_numpy_are_read_where_something_has_imported_the_stub_of_numpy_2() -> None:
+    importlib.import_module("numpy._core")  # of NumPy 1, whose modules are not imported with it
+    state = {"lr": np.float64(0.5), "seeds": np.arange(3)}
+    found = deserialize_outline(memoryview(bytearray(image_of(state))))
+    assert (found["lr"], [*found["seeds"]]) == (0.5, [0, 1, 2])
 
 
 def test_all_tensors_are_the_memory_that_was_given() -> None:
