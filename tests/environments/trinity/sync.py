@@ -5,11 +5,14 @@ Run by ``make trinity``.
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.environments.trinity.conftest import Configure
 from tests.support.waiting import until
@@ -17,7 +20,7 @@ from trinity_sync import Checkpoints
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.trinity.switch import PLUGINS
 from trinity_sync.integrations.verl.driver import open_metrics
-from trinity_sync.layout import steps_on_disk
+from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.manifest import read_manifest
@@ -46,9 +49,11 @@ def cluster(config: Any) -> Iterator[Any]:
     """Ray, joined as Trinity joins it."""
     import ray
 
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(namespace=config.ray_namespace, runtime_env={"env_vars": config.get_envs()})
     yield ray
     ray.shutdown()
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -100,6 +105,9 @@ def test_explorers_get_each_version_by_commits_and_from_memory(
         assert model.weights == {}, "version 0 is the base model, which explorers have"
 
         seen: list[Weights] = []
+        stale = step_folder(root, 2) / "actor"
+        stale.mkdir(parents=True)
+        save_file({"of_an_earlier_run": torch.ones(1)}, stale / "model.safetensors")
         for step in range(1, 5):
             await engine.train_step(await batches.read())
             await engine.save_state_dict()
@@ -108,6 +116,7 @@ def test_explorers_get_each_version_by_commits_and_from_memory(
             seen.append(model.weights)
         await engine.wait_for_save()
         assert differences(seen[0], seen[1])
+        assert seen[0].keys() == seen[1].keys(), "without what Trinity has left itself"
         assert read_latest_pointer(root, "state_dict") == 4
         assert read_latest_pointer(root, "checkpoint") is None
         until(lambda: steps_on_disk(root) == [3, 4], "what is superseded to go")
@@ -128,6 +137,10 @@ def test_explorers_get_each_version_by_commits_and_from_memory(
         await model.sync_model_weights(5, SyncMethod.CHECKPOINT, 60)
         assert differences(model.weights, from_memory) == []
         assert set(read_manifest(root, 5).kinds) == {"checkpoint", "state_dict"}
+
+        explorer.model_version = 9  # of a trainer that was killed, and went on from an earlier step
+        await explorer._pull_latest_weights()
+        assert explorer.model_version == 5
 
     asyncio.run(story())
 

@@ -51,7 +51,7 @@ class Engine(theirs.VERLTrainer):
         """
         step = self.global_steps
         if step != self._submitted_step and not self._has_committed_start():
-            folder = step_folder(self._job.root, step)
+            folder = self._make_room()
             self.actor_rollout_wg.save_checkpoint(
                 local_path=str(folder / "actor"),
                 global_step=step,
@@ -74,7 +74,7 @@ class Engine(theirs.VERLTrainer):
     async def save_state_dict(self) -> None:
         """Submit the weights for a sync; those that this run loaded are committed already."""
         if self.global_steps != self._initial_step:
-            folder = step_folder(self._job.root, self.global_steps)
+            folder = self._make_room()
             self.actor_rollout_wg.save_state_dict(
                 str(folder / "actor"), global_step=self.global_steps
             )
@@ -91,6 +91,13 @@ class Engine(theirs.VERLTrainer):
         self.actor_rollout_wg.wait_on_save_thread()
         if self.use_critic:
             self.critic_wg.wait_on_save_thread()
+
+    def _make_room(self) -> Path:
+        """Return the step's folder, without the weights of a sync by Trinity, as that does."""
+        folder = step_folder(self._job.root, self.global_steps)
+        if not (folder / ".full_checkpoint").exists():  # the commit moves those away
+            (folder / "actor" / "model.safetensors").unlink(missing_ok=True)
+        return folder
 
     def _record_version(self) -> Any:
         """Record this step's weights in the Synchronizer; return the object reference."""

@@ -102,6 +102,14 @@ def wrap_get_envs(original: Call, config: Any) -> dict[str, str]:
     return original(config) | read_forwarded_variables()
 
 
+@wrapper
+async def wrap_pull_latest_weights(original: Call, explorer: Any) -> None:
+    """Wrap Trinity's ``Explorer._pull_latest_weights``: go back from what a resume superseded."""
+    if 0 < await explorer.synchronizer.get_latest_model_version.remote() < explorer.model_version:
+        explorer.model_version = -1
+    await original(explorer)
+
+
 _newest: list[weakref.ref[Any]] = []
 """The newest sample strategy of this process, which is the trainer's."""
 

@@ -46,6 +46,9 @@ PATCHES: dict[str, Patch] = {
         {"SampleStrategy.__init__": f"{OURS}.trinity.job:wrap_sample_strategy_init"}
     ),
     "trinity.common.config": wrap({"Config.get_envs": f"{OURS}.trinity.job:wrap_get_envs"}),
+    "trinity.explorer.explorer": wrap(
+        {"Explorer._pull_latest_weights": f"{OURS}.trinity.job:wrap_pull_latest_weights"}
+    ),
     "trinity.manager.synchronizer": _synchronizer,
     "trinity.trainer.verl.trainer": _engine,
     "trinity.utils.monitor": wrap({"MONITOR.get": f"{OURS}.trinity.metrics:wrap_get_monitor"}),
