@@ -153,13 +153,9 @@ class Synchronizer(TrinityMethods):
     async def add_images(self, version: Version, world_size: int, timeout_s: float) -> None:
         """Add one rank's image of a version, which is published once all ranks have added theirs.
 
-        Returns once this version, or a newer one, is published. Ray repeats the calls that were in
-        flight when this actor was killed, so no image is lost with it.
-
-        Args:
-            version: the version with the image of the calling rank.
-            world_size: number of ranks that add images.
-            timeout_s: seconds to wait for the other ranks.
+        Returns once this version, or a newer one, is published; waits ``timeout_s`` for the images
+        of all ``world_size`` ranks. Ray repeats the calls that were in flight when this actor was
+        killed, so no image is lost with it.
 
         Raises:
             ConfigError: the version is of another role than this Synchronizer's.
@@ -183,17 +179,7 @@ class Synchronizer(TrinityMethods):
         return self._registry.versions.newest(source, readable=readable)
 
     async def get_image_refs(self, run: int, step: int, ranks: Sequence[int]) -> list[list[Any]]:
-        """Return object references of images.
-
-        They are created for the first caller, and the same for all.
-
-        Args:
-            run: the version's run.
-            step: the version's step.
-            ranks: whose images.
-
-        Returns:
-            For each rank the references of version tag and bytes.
+        """Return references of version tag and bytes of the ranks' images, the same to all callers.
 
         Raises:
             VersionUnavailableError: the version is not the newest in memory.

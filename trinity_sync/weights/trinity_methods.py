@@ -32,18 +32,6 @@ class _Actors:
     ) -> None:
         self._registry, self._namespace, self._settings = registry, namespace, settings
 
-    def record(self, name: str) -> None:
-        """Record that a member is an actor, if it is, in the background."""
-        self._registry.run_in_background(self._record(name))
-
-    def watch(self, explorer: str | None, over: Callable[[], bool]) -> "asyncio.Task[None]":
-        """Set a member (None: the trainer) to stopped if it dies before the wait is ``over``.
-
-        Returns:
-            The task that watches, in the background.
-        """
-        return self._registry.run_in_background(self._watch(explorer, over))
-
     async def form_group(self, timeout_s: float) -> None:
         """Make trainer and explorers join one process group; each answer may take ``timeout_s``.
 
@@ -117,16 +105,18 @@ class _Actors:
     def _explorer_names(self) -> list[str]:
         return sorted(self._registry.barrier.live_explorers or {self._settings.explorer})
 
-    async def _record(self, name: str) -> Any:
+    async def record(self, name: str) -> Any:
+        """Record that a member is an actor, if it is, and return it."""
         if actor := await self._find(name):
             self._registry.barrier.actors.add(name)
         return actor
 
-    async def _watch(self, explorer: str | None, over: Callable[[], bool]) -> None:
+    async def watch(self, explorer: str | None, over: Callable[[], bool]) -> None:
+        """Set a member (None: the trainer) to stopped if it dies before the wait is ``over``."""
         name, barrier = explorer or self._settings.trainer, self._registry.barrier
         known = None
         while True:
-            actor = await self._record(name)
+            actor = await self.record(name)
             is_gone = actor is None and name in barrier.actors
             if is_gone or known not in (None, actor):  # another actor may have its name already
                 break
@@ -153,6 +143,8 @@ class TrinityMethods:
         """The last rendezvous that succeeded."""
         self._refusals = 0
         """Number of calls of `notify_no_new_model_state_dict`."""
+        self._waits = 0
+        """Explorers that wait for a version; the status is of a name, which Trinity's share."""
         self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
         """Step and value of `set_model_state_dict`: name -> object reference, a path, or None."""
 
@@ -272,12 +264,14 @@ class TrinityMethods:
         if answer():
             return self._registry.number
         self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
-        watch = self._members.watch(None, lambda: False)
+        watch = self._registry.run_in_background(self._members.watch(None, lambda: False))
+        self._waits += 1
         await self._registry.notify()
         try:
             await self._registry.until(answer, self._settings.timeout_s)
         finally:
             watch.cancel()
+            self._waits -= 1
             self._registry.barrier.set_running({explorer})
         return self._registry.number
 
@@ -297,7 +291,7 @@ class TrinityMethods:
         """
         await self._registry.refresh()
         self._registry.barrier.set_trainer(Status.parse(status))
-        self._members.record(self._settings.trainer)
+        self._registry.run_in_background(self._members.record(self._settings.trainer))
         await self._registry.notify()
 
     async def set_explorer_status(
@@ -315,7 +309,7 @@ class TrinityMethods:
         """
         name = explorer or self._settings.explorer
         self._registry.barrier.set_explorer(name, Status.parse(status))
-        self._members.record(name)
+        self._registry.run_in_background(self._members.record(name))
         await self._registry.notify()
 
     async def get_trainer_status(self) -> Status:
@@ -333,7 +327,7 @@ class TrinityMethods:
 
     async def explorer_requires_sync(self) -> bool:
         """Return whether any explorer requires a sync."""
-        return self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
+        return self._waits > 0 or self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
 
     # The broadcast
 
@@ -373,10 +367,11 @@ class TrinityMethods:
                 )
             await self._registry.refresh()
         rendezvous = self._registry.barrier.arrive(name, trainer_step)
-        self._members.record(name or self._settings.trainer)
+        self._registry.run_in_background(self._members.record(name or self._settings.trainer))
         for member in {*self._registry.barrier.live_explorers, None} - {name, *rendezvous.watched}:
             rendezvous.watched.add(member)
-            self._members.watch(member, lambda: rendezvous.over)
+            watch = self._members.watch(member, lambda: rendezvous.over)
+            self._registry.run_in_background(watch)
         try:
             await self._registry.notify()
             limit = self._settings.timeout_s if timeout_s is None else timeout_s

@@ -200,6 +200,19 @@ def test_an_explorer_that_waits_requires_a_sync_until_it_has_a_version(
     assert ask(synchronizer.explorer_requires_sync.remote()) is False
 
 
+def test_an_explorer_that_ends_leaves_the_request_of_another_one_of_its_name(
+    synchronizer: Any,
+) -> None:
+    ask(synchronizer.set_trainer_status.remote("running"))
+    wait = synchronizer.wait_new_model_state_dict.remote(0)
+    require(synchronizer, "explorer", "require_sync")
+    ask(synchronizer.set_explorer_status.remote("stopped"))
+    assert ask(synchronizer.explorer_requires_sync.remote())
+    ask(synchronizer.notify_no_new_model_state_dict.remote())
+    assert ask(wait) == 0
+    assert not ask(synchronizer.explorer_requires_sync.remote())
+
+
 def test_a_synchronizer_killed_during_a_run_restarts_with_the_right_version(
     synchronizer: Any, root: Path
 ) -> None:

@@ -130,9 +130,7 @@ class TrinitySynchronizer(Synchronizer):
         except (TrinitySyncError, OSError) as error:  # loading will raise it in the explorer
             logger.warning(
                 "cannot lease step %d for %s, which may be removed while it is loaded: %s",
-                step,
-                name,
-                error,
+                *(step, name, error),
             )
 
     async def _stop_after_modules(self) -> None:
@@ -160,8 +158,7 @@ def _find_root_in(namespace: str) -> str | None:
     """Return the root of the Synchronizer in a namespace; None if there is none."""
     try:
         actor = ray.get_actor(NAME, namespace=namespace)
-        return (
-            str(ray.get(actor.get_root.remote())) if hasattr(actor, "get_root") else "Trinity's own"
-        )
+        is_ours = hasattr(actor, "get_root")
+        return str(ray.get(actor.get_root.remote())) if is_ours else "Trinity's own"
     except (ValueError, ray.exceptions.RayActorError):  # that of the last run may be stopping
         return None
