@@ -60,6 +60,7 @@ _QUIET = {
     "RAY_idle_worker_killing_time_threshold_ms": "60000",
     "RAY_prestart_worker_first_driver": "0",  # the flow worker starts those that it needs
     "RAY_enable_metrics_collection": "false",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # after `uv run`, each process would be another one
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_COLORS": "false",  # to look for what to color takes half of a line's 0.25 ms
     # one transaction a second for the states of all tasks (Prefect rounds down; 0 is no pause)
@@ -79,8 +80,8 @@ _OWN_SERVER = {
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray replaces 127.0.0.1 by another address of the machine and listens on all, unless told so."""
 
-_RAY_JOB_VARIABLES = {"RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
-"""Variables that a job of another Ray cluster passes on to the processes that it starts."""
+_RAY_JOB_VARIABLES = "RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG", "RAY_RUNTIME_ENV_HOOK"
+"""How variables begin that are for jobs of another Ray cluster, and what these start."""
 
 
 @dataclass(frozen=True)
@@ -320,8 +321,7 @@ def build_environment(
     stack and all settings, so these processes read no file.
     """
     env = {**os.environ, **_QUIET, **_retention_variables(stack), **state.environment}
-    for name in [name for name in env if name in _RAY_JOB_VARIABLES]:
-        del env[name]
+    env = {name: each for name, each in env.items() if not name.startswith(_RAY_JOB_VARIABLES)}
     if state.ray_auth:  # Ray takes a token in the environment before that in a file
         env = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH_")}
         env.update(state.ray_auth)

@@ -57,6 +57,24 @@ def test_the_cluster_of_a_training_and_that_of_the_stack_never_meet(
     assert env["TRINITY_SYNC_STACK__RAY__ADDRESS"] == STACK.ray_address
 
 
+@pytest.mark.parametrize("hook", ["uv run", "RAY_RUNTIME_ENV_HOOK"])
+def test_no_other_environment_is_made_for_the_stacks_processes_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """As it is for a job of the project whose environment has the stack."""
+    packages = tmp_path / ".venv/packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    ask = "from ray._private.worker import _maybe_modify_runtime_env as f; assert not f(None, 0)"
+    (packages / "run").write_text(f"{sys.executable} -c '{ask}'")
+    if hook != "uv run":
+        monkeypatch.setenv(hook, "of_their_cluster.hook")
+    env = build_environment(Settings(home=tmp_path), StackSettings(), STACK)
+    command = ["uv" if hook == "uv run" else "sh", "run"]
+    done = subprocess.run(command, executable="/bin/sh", env=env, cwd=packages, timeout=120)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "no address"])
 def test_a_ray_that_cannot_be_joined_is_a_sentence(tmp_path: Path, address: str) -> None:
     dead = {"ray_address": "127.0.0.1:10", "server": None, "ray": None, "worker": None}
