@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from prefect import flow, get_run_logger, task
-from prefect.client.schemas.objects import State
-from prefect.runtime import flow_run
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
 from prefect.states import Completed, Crashed, Failed
 
 from flows.maintenance import request_replication
@@ -41,7 +41,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.orchestration import metrics, on_node, run_page
 from trinity_sync.orchestration.on_node import Outcome, persist_node
-from trinity_sync.orchestration.recovery.flow_runs import WAITING, try_tell
+from trinity_sync.orchestration.recovery.flow_runs import WAITING, describe_end, try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task
 from trinity_sync.orchestration.step_events import emit_step_event
@@ -59,7 +59,7 @@ from trinity_sync.pipeline.save import (
     mark_images_failed,
 )
 from trinity_sync.pipeline.several_nodes import await_commit
-from trinity_sync.saves.journal import Journal
+from trinity_sync.saves.journal import Journal, SaveState
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.uncommitted import Persisted
@@ -98,11 +98,10 @@ class NodeSave:
             self.persisted.append(outcome)
             return
         assert isinstance(outcome, BaseException)
-        error = outcome
         if isinstance(outcome, StackError):
-            error = self.make_lost_error(request, f"has not written them: {outcome}")
-            error.__cause__ = outcome
-        self.errors[share.what] = error
+            lost = self.make_lost_error(request, f"has not written them: {outcome}")
+            lost.__cause__, outcome = outcome, lost
+        self.errors[share.what] = outcome
 
     def make_lost_error(self, request: SaveRequest, why: str) -> StackError:
         """Return the error of a node whose images cannot be reached."""
@@ -229,6 +228,12 @@ class FlowDriver(Driver):
         self.left = ""
         """Why the saver has to commit the save."""
 
+    @property
+    def _run(self) -> FlowRun | None:
+        """The flow run of the save; None in one that a user has made of its parameters."""
+        run = context.flow_run if (context := FlowRunContext.get()) else None
+        return run if run and run.idempotency_key == self.request.key else None
+
     def log_error(self, text: str) -> None:  # noqa: D102
         get_run_logger().error("%s", text)
 
@@ -242,17 +247,18 @@ class FlowDriver(Driver):
         try:
             await super().do(part)
         except Exception as error:
-            if part not in (PERSIST, COMMIT) or not is_of_stack(error):
+            run = self._run
+            if part not in (PERSIST, COMMIT) or not is_of_stack(error) or run is None:
                 raise
             journal = Journal.of(self.request)
             with suppress(OSError):
                 await run_in_thread(journal.read)
             why = journal.explain_given_up(self.request.key)
-            if why and flow_run.run_count == 1:  # before this run began it; what is retried is left
+            if why and run.run_count == 1:  # before this run began it; what is retried is left
                 raise SaveFailedError(why) from error
             self.left = self.left or describe_error(error)
             self.log_error(self.left)
-            await try_tell(self.request, "left", self.left, url="", start=flow_run.run_count)
+            await self.tell("left", self.left)
             wait = partial(await_commit, rank_timeout_s=self._limit_s / 2)
             try:
                 await run_in_thread(wait, self.request, [node.shards for node in self._nodes])
@@ -260,6 +266,11 @@ class FlowDriver(Driver):
                 raise
             except SaveError as late:
                 raise error from late
+
+    async def tell(self, state: SaveState, why: str) -> None:
+        """Write into the journal how the run ends, which a server may not take or may have lost."""
+        if run := self._run:
+            await try_tell(self.request, state, why, url="", start=run.run_count)
 
     async def _find_nodes(self) -> None:
         nodes = await run_in_thread(NODES.repeat, self._await_nodes, self.request.run_name)
@@ -290,7 +301,8 @@ class FlowDriver(Driver):
         metrics.METRICS.count_save(request, outcome, "saver" if self.left else "flow")
         self._report(outcome, message=str(error))
         try:
-            outcomes = await self._on_nodes(self._nodes, mark_images_failed, str(error))
+            nodes = self._nodes if self._run else ()  # a user's run ends no save
+            outcomes = await self._on_nodes(nodes, mark_images_failed, str(error))
         except Exception as unreachable:
             outcomes = [("", unreachable)]
         failed = [each for node in self._nodes for each in node.failed]
@@ -365,9 +377,12 @@ async def save_step(request: SaveRequest) -> State[Any] | None:
         return Crashed(name=WAITING, message=str(error))
     except Exception as error:
         outcome = run_page.get_outcome(error)
+        await driver.tell("failed", describe_end(outcome.capitalize(), str(error)))
         if outcome == "failed":
             raise
         driver.log_error(str(error))
         return Failed(name=outcome.capitalize(), message=str(error))
     by_saver = driver.done is None or driver.done.by_saver
-    return Completed(message=driver.removed or driver.left or BY_SAVER) if by_saver else None
+    message = (driver.removed or driver.left or BY_SAVER) if by_saver else ""
+    await driver.tell("completed", message)
+    return Completed(message=message) if by_saver else None

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 from prefect import Task, get_run_logger, task
 from prefect.artifacts import acreate_markdown_artifact
@@ -53,9 +53,7 @@ def repeat(part: Part) -> dict[str, Any]:
     }
 
 
-PersistTask: TypeAlias = Task[[SaveRequest, Share, NodeShards], Any]
-
-PERSIST_TASKS: dict[Component | None, PersistTask] = {
+PERSIST_TASKS: dict[Component | None, Task[[SaveRequest, Share, NodeShards], Any]] = {
     component: Task(
         persist,
         name=f"persist-{component or 'save-functions'}",

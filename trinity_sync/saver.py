@@ -53,7 +53,7 @@ from trinity_sync.fs.process import lower_session_priority, lower_thread_priorit
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.pipeline.save import SaverDriver
 from trinity_sync.pipeline.several_nodes import Quiet, has_node_records
-from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
+from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import FAILURES, compare_late_images, end_images, read_status
 from trinity_sync.settings import Settings, StackSettings
@@ -138,7 +138,8 @@ class FlowRunRequests:
                 for pause_s in chain(BACK_OFF_S, repeat(BACK_OFF_S[-1])):
                     try:
                         run = runner.run(self.api.create_flow_run(request.flow_run))
-                        if run.state.type == "COMPLETED":  # the images came too late for it
+                        told = run.state.type == "COMPLETED" and read_entry(request)
+                        if told and told.has_ended:  # not by hand: the images came too late for it
                             compare_late_images(JobSpool(folder), request)
                         break
                     except RequestRefusedError as error:
@@ -436,7 +437,7 @@ class Saver:
         """Save, in the place of what has begun it before."""
         request, over, kills = save.request, save.over, save.kills
         began, failure, waits = time.monotonic(), "", False
-        driver = self._make_driver(request)
+        driver = SaverDriver(request, self._stack, self._spool, self._node)
         begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
         why = over.message if over and over.is_left else ""
         try:  # what is raised outside of it would leave the save begun for ever
@@ -497,9 +498,6 @@ class Saver:
                 return
             if known.is_left or quiet.pause():
                 append(request, "failed", failure, over=known, patience_s=PATIENCE_S)
-
-    def _make_driver(self, request: SaveRequest) -> SaverDriver:
-        return SaverDriver(request, self._stack, self._spool, self._node)
 
 
 def _has_writer(pipe: int) -> bool:

@@ -331,16 +331,10 @@ def _of_types(*types: str) -> dict[str, Any]:
 def find_last_attempts(runs: Iterable[FlowRun]) -> list[FlowRun]:
     """Return the flow runs of saves; of one that was submitted again, that of the last attempt."""
     found: dict[tuple[object, ...], FlowRun] = {}
-    for run in runs:
-        if run.is_save:
-            key = *run.save, run.name  # which has the roles
-            if key not in found or _get_attempt(found[key]) < _get_attempt(run):
-                found[key] = run
+    saves = [run for run in runs if run.is_save]
+    for run in sorted(saves, key=lambda run: -int(run.tags.get("attempt", 1))):
+        found.setdefault((*run.save, run.name), run)  # which has the roles
     return list(found.values())
-
-
-def _get_attempt(run: FlowRun) -> int:
-    return int(run.tags.get("attempt", 1))
 
 
 def strip_preamble(message: str) -> str:

@@ -104,10 +104,9 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
     except ObjectNotFound:
         template = TrinitySyncWorker.get_default_base_job_template()
         create = WorkPoolCreate(name=name, type=TrinitySyncWorker.type, base_job_template=template)
-        try:
-            pool = client.create_work_pool(create)
-        except ObjectAlreadyExists:  # by a concurrent deploy
-            pool = client.read_work_pool(name)
+        with suppress(ObjectAlreadyExists):  # by a concurrent deploy
+            client.create_work_pool(create)
+        pool = client.read_work_pool(name)
     if pool.type != TrinitySyncWorker.type:
         raise StackError(
             f"work pool {name!r} exists and is of type {pool.type!r}, not "
@@ -117,11 +116,9 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
 
 def _ensure_queues(client: SyncPrefectClient, pool: str) -> None:
     """Create the missing queues; existing ones keep their settings."""
-    existing = {queue.name for queue in client.read_work_queues(work_pool_name=pool)}
     for priority, name in enumerate(PRIORITIES, start=1):
-        if name not in existing:
-            with suppress(ObjectAlreadyExists):  # by a concurrent deploy
-                client.create_work_queue(name=name, priority=priority, work_pool_name=pool)
+        with suppress(ObjectAlreadyExists):
+            client.create_work_queue(name=name, priority=priority, work_pool_name=pool)
 
 
 def _apply_deployment(

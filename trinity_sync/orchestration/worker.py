@@ -135,11 +135,10 @@ class TrinitySyncWorker(
 
     async def execute_run(self, flow_run: FlowRun) -> None:
         """Run a flow in this process; an error of the flow does not end the worker."""
-        end: State[Any]
         try:
             flow = load_flow(await self._find_entrypoint(flow_run))
         except (ConfigError, ObjectNotFound) as error:
-            end = Crashed(message=f"Cannot start the flow: {error}")
+            end: State[Any] = Crashed(message=f"Cannot start the flow: {error}")
             await self._tell(flow_run, "left", str(end.message))
             await self.client.set_flow_run_state(flow_run.id, end, force=True)
             return
@@ -156,9 +155,8 @@ class TrinitySyncWorker(
                 given = flow_run.parameters, flow_run.idempotency_key
                 await try_allow_eviction(self._trinity.spool, *given, why)
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
-            if state and state.is_completed():
-                await self._tell(flow_run, "completed", state.message or "")
-            elif state and state.is_final() and not state.is_crashed():  # that is retried
+            # a flow has told its own end; what has crashed is retried
+            if state and (state.is_failed() or state.is_cancelled()):
                 # what this release cannot read, the saver can, which is of the trainer's
                 told: SaveState = "failed" if read_request(flow_run.parameters) else "left"
                 await self._tell(flow_run, told, describe_end(state.name, state.message))

@@ -21,6 +21,7 @@ from trinity_sync.errors import (
     HiddenSpoolError,
     MissingShardsError,
     RootAwayError,
+    SaveError,
     SaveFailedError,
     StackError,
     SupersededError,
@@ -29,6 +30,7 @@ from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.save import COMMIT, PERSIST, Follows, Part
 from trinity_sync.saves.journal import Entry, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings, write_job_settings
 from trinity_sync.storage.manifest import read_run_head
 
@@ -140,6 +142,43 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
     assert found == 1
 
 
+@pytest.mark.parametrize(
+    ("why", "is_own"),
+    [
+        (SaveError("the disk is full"), True),
+        (SaveError("the disk is full"), False),
+        (StackError("Ray is away"), False),
+    ],
+)
+def test_a_run_tells_itself_that_it_has_failed_unless_a_user_has_made_it_of_a_save(
+    job: Job, monkeypatch: pytest.MonkeyPatch, why: Exception, is_own: bool
+) -> None:
+    """A run may be deleted while it runs, and a server lose it: it would tell nothing else."""
+
+    async def call(_: str, __: str, function: Callable[..., Any], *args: object) -> Any:
+        return function(*args)
+
+    async def fail(*_: object, **__: object) -> None:
+        raise why
+
+    run = SimpleNamespace(run_count=2) if is_own else None
+    monkeypatch.setattr(flows.save.FlowDriver, "_run", run)
+    monkeypatch.setattr(flows.save.FlowDriver, "_persist", fail)
+    monkeypatch.setattr(flows.save, "run_on_node", call)
+    monkeypatch.setattr(flows.save, "list_living_nodes", lambda: {Settings().node: ""})
+    monkeypatch.setattr(flows.save, "emit_step_event", lambda *_, **__: None)
+    monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(tasks.save, "acreate_markdown_artifact", fail)
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    with pytest.raises(type(why)):
+        asyncio.run(flows.save.save_step.fn(job.request(1)))
+    told = read_entry(job.request(1))
+    assert (told and (told.state, told.start, told.message)) == (
+        ("failed", 2, str(why)) if is_own else None
+    )
+    assert [image.failed for image in job.spool.tickets()[0]] == [is_own]
+
+
 def test_a_run_whose_root_is_away_is_left_to_be_retried_and_marks_no_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
@@ -205,7 +244,8 @@ def drive(
         await waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flows.save, "flow_run", SimpleNamespace(run_count=start))
+        run = SimpleNamespace(run_count=start, idempotency_key=request.key)
+        patch.setattr(flows.save.FlowDriver, "_run", run)
         patch.setattr(flows.save, "get_run_logger", logging.getLogger)
         asyncio.run(asyncio.wait_for(await_the_end(), 60))
 
