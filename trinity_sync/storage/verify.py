@@ -257,14 +257,20 @@ def _find_corruption(
     file: ChosenFile, on_read: Callable[[int], object], *, is_again: bool = False
 ) -> str:
     folder = step_folder(file.root, file.step)
-    path, seen = folder / file.record.path, list[int]()
+    path, seen = folder / file.record.path, 0
+
+    def count(nbytes: int) -> None:
+        nonlocal seen
+        seen += nbytes
+        on_read(nbytes)
+
     if not path.resolve().is_relative_to(folder.resolve()):
         return "is outside of the step's folder"
     try:
         found = path.stat().st_size
         if found != file.record.nbytes:
             return f"has {found:,} bytes instead of {file.record.nbytes:,}"
-        digest = digest_file(path, found, lambda nbytes: (seen.append(nbytes), on_read(nbytes)))
+        digest = digest_file(path, found, count)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -275,7 +281,7 @@ def _find_corruption(
             ) from error
         if is_again:
             return f"cannot be read ({error.strerror})"
-        on_read(-sum(seen))
+        on_read(-seen)
         return _find_corruption(file, on_read, is_again=True)  # its disk may have been away
     if digest != file.record.digest:
         return f"has digest {digest} instead of {file.record.digest}"
