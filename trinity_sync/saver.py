@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import queue
+import resource
 import select
 import signal
 import sys
@@ -261,7 +262,7 @@ class Saver:
             os.close(os.open(self._wake, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             while not self._ends(pipe):
                 works = True
-                with suppress(RuntimeError):  # no thread can be started: the next look tries again
+                with suppress(OSError, RuntimeError):  # it lacks files or threads: it looks again
                     works = self._look()
                 if self._pause(pipe) or works:
                     self._idle_until = time.monotonic() + LINGER_S
@@ -530,6 +531,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, saver.hurry)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     lower_session_priority(os.getpid(), stack.worker.nice)
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # it opens four for each image of its node
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     saver.run()
 
 

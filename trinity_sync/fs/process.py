@@ -65,8 +65,7 @@ def lower_session_priority(pid: int, nice: int) -> None:
 def read_process_identity(pid: int) -> str:
     """Return ``pid/start time``, which unlike a pid is never reused.
 
-    The time is in clock ticks since the boot. psutil's is in seconds since the epoch, which change
-    when the clock is set, and needs the boot's, which a container may hide (``subset=pid``).
+    The time is in clock ticks since the boot: seconds since the epoch change with the clock.
 
     Raises:
         ProcessLookupError: the process does not exist, or is a zombie.
@@ -101,10 +100,8 @@ def is_process_alive(name: str) -> bool:
     ``name`` is its identity, as from `read_process_identity`.
     """
     pid = parse_number(name.partition("/")[0])
-    if pid is None:
-        return False
     try:
-        return read_process_identity(pid) == name
+        return pid is not None and read_process_identity(pid) == name
     except ProcessLookupError:
         return False
     except PermissionError:

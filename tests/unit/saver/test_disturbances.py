@@ -512,8 +512,12 @@ def test_a_save_is_begun_and_waits_while_a_record_cannot_be_read(
     assert saves.latest_step() == 2
 
 
-def test_a_saver_that_can_start_no_thread_commits_once_it_can(
-    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lack", [no_thread_starts, no_file_opens])
+def test_a_saver_that_can_start_no_thread_or_open_no_file_commits_once_it_can(
+    job: Job,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    lack: Callable[[], AbstractContextManager[None]],
 ) -> None:
     monkeypatch.setattr(saver_module, "LOOK_S", 0.01)
     monkeypatch.setattr(saver_module, "LINGER_S", 0.1)
@@ -532,12 +536,13 @@ def test_a_saver_that_can_start_no_thread_commits_once_it_can(
         patch.setattr(saver, "_look_at", lambda _: None)
         serving.start()
         await_that(lambda: looks, "it serves")
-        with no_thread_starts():
+        with lack():
             before = len(looks)
             await_that(lambda: len(looks) > before + 1, "it looks again")
             patch.undo()
-            with pytest.raises(RuntimeError, match="thread"):
-                saver._look_at(job.spool)
+            if lack is no_thread_starts:
+                with pytest.raises(RuntimeError, match="thread"):
+                    saver._look_at(job.spool)
             assert saver._saves == {}
     await_that(lambda: read_manifest(job.root, 1), "step 1 is committed")
     serving.join(60)

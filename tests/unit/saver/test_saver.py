@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import stat
@@ -29,6 +30,7 @@ from benchmarks.path_calls import watch_path_calls
 from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.command import invoke
+from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
@@ -100,6 +102,30 @@ def test_the_session_of_a_saver_yields_to_the_training(
     group = Path(f"/proc/{saver.pid}/autogroup")
     if group.exists() and (told := group.read_text()):  # otherwise that of its threads counts
         assert told.split()[-1] == "19"
+
+
+def test_a_saver_opens_as_many_files_as_the_images_of_its_node_need(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job.open(tmp_path / "ckpts", settings.spool, world_size=24)
+    for rank in range(24):
+        job.stage(1, {"model": {"w": torch.ones(9)}}, rank=rank)
+    (job.spool.folder / SERVED).write_text(f"alone {name_saver()}")
+    monkeypatch.setattr(saver_module, "LINGER_S", 0.1)
+    monkeypatch.setattr(sys, "argv", ["saver", str(settings.spool), name_saver()])
+
+    def serve() -> None:
+        log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+        os.dup2(log, 2)
+        sys.stderr = os.fdopen(log, "w")
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        saver_module.main()
+
+    assert end_of(serve) == 0
+    assert "Too many open files" not in (tmp_path / "log").read_text()
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+    job.close()
 
 
 CONFINED = """
