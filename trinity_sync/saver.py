@@ -507,13 +507,10 @@ def _has_writer(pipe: int) -> bool:
     return not dict(poll.poll(0)).get(pipe, 0) & select.POLLHUP
 
 
-LOG_BYTES = 1 << 20
-
-
 def main() -> None:
     """Commit what waits in a spool until no process saves there any more."""
     log = sys.stderr.fileno()  # a file to which all savers append
-    if os.fstat(log).st_size > LOG_BYTES:
+    if os.fstat(log).st_size > 1 << 20:
         os.ftruncate(log, 0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     try:

@@ -90,7 +90,10 @@ def read_process_namespace() -> str:
     It is ``boot/pid:[namespace]``: a machine may get another name, and the first namespace has the
     same number on each of them; containers of a machine see only their own processes.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except FileNotFoundError:  # a container hides it (``subset=pid``)
+        boot = os.uname().nodename
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 

@@ -159,14 +159,15 @@ def test_a_process_is_known_and_left_alone_whatever_bytes_it_has_for_a_name(
 IDENTITY = """
 import os
 from pathlib import Path
-from trinity_sync.fs.process import read_process_identity
+from trinity_sync.fs.process import read_process_identity, read_process_namespace
 assert not Path("/proc/stat").exists()  # with the time of the boot, which changes with the clock
 began = Path("/proc/self/stat").read_text().split()[21]
 assert read_process_identity(os.getpid()) == f"{os.getpid()}/{began}"
+assert read_process_namespace() == f"{os.uname().nodename}/{os.readlink('/proc/self/ns/pid')}"
 """
 
 
-def test_the_identity_of_a_process_is_what_the_kernel_tells_of_it_alone() -> None:
+def test_a_process_has_an_identity_where_the_kernel_tells_of_processes_alone() -> None:
     in_namespace("subset=pid", IDENTITY)
 
 
