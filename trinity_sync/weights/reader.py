@@ -180,7 +180,7 @@ class WeightReader:
 
         Args:
             version: version to open; by default the newest that can be read. If it is no longer
-                available, a newer one is opened.
+                available, a newer one is opened; by default, at last, the newest commit.
             keep_float32: names of tensors that are not rounded to the reader's ``dtype``.
 
         Returns:
@@ -196,7 +196,8 @@ class WeightReader:
         wanted = version or self._registry.latest()
         problem, pause_s = "nothing was published", 0.005
         while True:
-            for candidate in self._iter_candidates(wanted):
+            is_last = time.monotonic() >= deadline
+            for candidate in self._iter_candidates(wanted, version if is_last else wanted):
                 with ExitStack() as opened:
                     try:
                         view = opened.enter_context(self._open(candidate, deadline, keep_float32))
@@ -207,7 +208,7 @@ class WeightReader:
                 self.version = view.version
                 self._registry.set_serving(self._name, view.version.step, view.version.run)
                 return
-            if time.monotonic() >= deadline:
+            if is_last:
                 raise WeightSyncError(
                     f"reader {self._name} found no version that it can read within "
                     f"{self._timeout_s:g} s ({problem}). Does the trainer run, and does this "
@@ -273,8 +274,8 @@ class WeightReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _iter_candidates(self, wanted: Version | None) -> Iterator[Version]:
-        """Yield versions to try, best first; each is looked up once the one before has failed."""
+    def _iter_candidates(self, wanted: Version | None, least: Version | None) -> Iterator[Version]:
+        """Yield versions to try, best first; those after the first are not older than ``least``."""
         last = self.version
         if last and wanted and wanted.is_older_than(last):
             lost = is_run_gone(list_runs(last.root), last.run, last.run_key)
@@ -282,7 +283,7 @@ class WeightReader:
         if wanted and not (last and wanted.is_older_than(last)):
             yield wanted
         latest = self._registry.latest()
-        had = [version for version in (wanted, last) if version]
+        had = [version for version in (least, last) if version]
         if latest and latest != wanted and not any(map(latest.is_older_than, had)):
             yield latest
         if known := latest or wanted or last:

@@ -254,6 +254,16 @@ def test_a_commit_is_read_from_its_shards_next_to_weights_of_another_format(
     assert loaded(reader) == (3, 3)
 
 
+def test_a_first_read_takes_the_commit_before_a_version_that_went_with_its_trainer(
+    job: Job, versions: VersionFile, reader: WeightReader
+) -> None:
+    job.commit_states(1, {"model": weights(1)})
+    versions.tell(overwritten(job, 2))
+    with pytest.raises(WeightSyncError, match="found no version that it can read"):
+        loaded(reader, overwritten(job, 2))
+    assert loaded(reader) == (1, 1)
+
+
 def test_a_superseded_commit_does_not_replace_an_overwritten_version(
     job: Job, versions: VersionFile, reader: WeightReader
 ) -> None:
