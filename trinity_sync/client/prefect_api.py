@@ -92,11 +92,6 @@ class FlowRun:
         """Run, step and kind."""
         return self.run, self.step, self.kind
 
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether it may still commit without a retry."""
-        return self.state.type not in FINAL
-
 
 class PrefectApi(PrefectConnection):
     """The API of a Prefect server; arguments as of `PrefectConnection`.
@@ -235,7 +230,7 @@ class PrefectApi(PrefectConnection):
         """Return the unfinished task runs of flow runs by filters, by the flow run's id."""
         found: dict[str, list[str]] = {}
         unfinished = {"task_runs": {"state": _of_types("RUNNING", "PENDING")}}
-        for task in await self._filter_tasks({**runs, **unfinished}):
+        for task in await self.call("/task_runs/filter", list, {**runs, **unfinished}):
             found.setdefault(str(task["flow_run_id"]), []).append(str(task["id"]))
         return found
 
@@ -243,9 +238,6 @@ class PrefectApi(PrefectConnection):
         """Set the final state of task runs."""
         for task in tasks:
             await self.call(f"/task_runs/{task}/set_state", bool, _encode_state(end))
-
-    async def _filter_tasks(self, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return await self.call("/task_runs/filter", list, wanted)
 
     # -------------------------------------------------------------- the work pool, artifacts
 
