@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.layout import steps_on_disk
 from trinity_sync.remote.remote_root import Remote, RemoteStep
-from trinity_sync.remote.upload import claim_remote
+from trinity_sync.remote.upload import claim_remote, sending_lock
 from trinity_sync.retention.policies import ALL, StepInfo
+from trinity_sync.retention.prune import IN_FLIGHT_S
 from trinity_sync.retention.removal import (
     RemovalPlan,
     Rules,
@@ -38,7 +41,12 @@ def prune_remote(
     claim_remote(Path(root), remote)
     place = RemoteSteps(root, remote)
     steps = describe_steps(place, just_committed=just_copied)
-    return carry_out(place, plan_removals(steps, rules, read_now(place.root, rules)))
+    done = carry_out(place, plan_removals(steps, rules, read_now(place.root, rules)))
+    here = steps_on_disk(place.root)  # of these, an upload continues where one before it has ended
+    with try_acquire_file_lock(sending_lock(place.root, remote.url)) as is_idle:
+        for step in [each for each in place.left if is_idle and each not in here]:
+            remote.remove_leftovers(step, IN_FLIGHT_S)
+    return done
 
 
 class RemoteSteps:
@@ -47,13 +55,17 @@ class RemoteSteps:
     def __init__(self, root: str | Path, remote: Remote) -> None:
         self.root = Path(root)
         self._remote = remote
+        self.left: list[int] = []
+        """Steps without a manifest, as of the last `list_steps`."""
 
     def __str__(self) -> str:
         return self._remote.url
 
     def list_steps(self) -> list[StepInfo]:
         """As `Place.list_steps`."""
-        return [info for each in self._remote.list_steps() if (info := self._describe(each))]
+        found = self._remote.list_steps()
+        self.left = [each.step for each in found if each.state == "not committed"]
+        return [info for each in found if (info := self._describe(each))]
 
     def read_step(self, step: int) -> StepInfo | None:
         """As `Place.read_step`."""

@@ -15,6 +15,7 @@ S3), so that no parameter, log or message contains them.
 
 import errno
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from fsspec.spec import AbstractBufferedFile
 from trinity_sync.errors import ConfigError, ManifestError, RemoteError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import link_or_copy, make_folder, replace_file, sync_file, sync_folder
 from trinity_sync.fs.direct_io import DIGEST
+from trinity_sync.fs.file_system import is_recent
 from trinity_sync.fs.locks import create_file
 from trinity_sync.fs.records import Count, Record, decode_record, encode_record
 from trinity_sync.layout import MANIFEST, PRIVATE_FOLDER, parse_number, step_of_folder
@@ -228,6 +230,20 @@ class Remote:
         self.remove_manifest(step)
         with self._translate_errors(f"remove step {step} from"):
             self._remove_folder(self._path(step, ""))
+
+    def remove_leftovers(self, step: int, within_s: float) -> None:
+        """Remove what a killed upload or removal has left of a step, if no file of it is that new.
+
+        A step with a manifest stays, and all on a store that tells no times.
+        """
+        folder, gone = self._path(step, ""), suppress(NotImplementedError, FileNotFoundError)
+        with self._translate_errors(f"clean up step {step} in"), gone:
+            found, now = self._fs.find(folder), time.time()
+            times = (self._fs.modified(path).timestamp() for path in found)
+            if folder + MANIFEST not in found and not any(
+                is_recent(at, now, within_s) for at in times
+            ):
+                self._remove_folder(folder)
 
     def remove_others(self, manifest: Manifest) -> None:
         """Remove what another commit of a step has left there; it must have no manifest by now."""

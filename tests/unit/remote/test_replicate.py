@@ -24,14 +24,16 @@ from tests.support.steps import commit_files
 from tests.unit.conftest import SECRET
 from trinity_sync.client.init_root import set_job_settings
 from trinity_sync.errors import CommitError, ConfigError, RemoteError, SupersededError
-from trinity_sync.layout import KINDS, MANIFEST
+from trinity_sync.fs.locks import try_acquire_file_lock
+from trinity_sync.layout import KINDS, MANIFEST, step_folder
 from trinity_sync.pipeline.save import replicate_step
 from trinity_sync.remote import download
+from trinity_sync.remote import prune as prune_of_remote
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.prune import RemoteSteps, prune_remote
 from trinity_sync.remote.remote_root import UPLOADED, Remote
 from trinity_sync.remote.required import replicate_missing
-from trinity_sync.remote.upload import replicate
+from trinity_sync.remote.upload import replicate, sending_lock
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.removal import Rules, carry_out, describe_steps, plan_removals
 from trinity_sync.snapshot.identity import open_identity
@@ -467,6 +469,30 @@ def test_a_removed_copy_is_that_of_the_very_url_whatever_other_paths_it_matches(
     remote.remove_step(4)
     assert (remote.list_steps(), remote.list_file_sizes(4)) == ([], {})
     assert [each.state for each in Remote(f"{url}run1").list_steps()] == ["valid"]
+
+
+def test_what_a_killed_upload_or_removal_has_left_is_removed_once_it_is_of_no_save_in_flight(
+    commit: Callable[..., Job], any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, last = Remote(any_url), Rules(parse_policy("last=1"), ALL)
+    for step in (1, 2, 3, 4):
+        job = commit(step)
+        replicate(job.root, any_url, step)
+    for step in (1, 2, 3):
+        remote.remove_manifest(step)
+    for step in (1, 2):  # as the root's retention does
+        shutil.rmtree(step_folder(job.root, step))
+
+    def prune() -> list[int]:
+        prune_remote(job.root, any_url, last)
+        return [step.step for step in remote.list_steps()]
+
+    assert prune() == [1, 2, 3, 4]  # they may be uploaded now
+    monkeypatch.setattr(prune_of_remote, "IN_FLIGHT_S", 0.0)
+    with try_acquire_file_lock(sending_lock(job.root, any_url)):
+        assert prune() == [1, 2, 3, 4]
+    assert prune() == [3, 4]
+    assert replicate(job.root, any_url, 3).uploaded == 2
 
 
 def test_a_copy_whose_removal_fails_does_not_count_any_longer(
