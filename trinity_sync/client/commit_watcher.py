@@ -27,6 +27,7 @@ from trinity_sync.errors import (
     SaveTimeoutError,
     SpoolError,
     TrinitySyncError,
+    warn_once,
 )
 from trinity_sync.fs.atomic import read_file
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
@@ -34,7 +35,7 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import PendingSave, end_images
 from trinity_sync.snapshot.identity import SaveId, label_run
 from trinity_sync.snapshot.spool import JobSpool
-from trinity_sync.storage.placement import describe_ranks
+from trinity_sync.storage.placement import describe_ranks, read_placement
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ RETRY_S = 1.0
 SIGNAL_S = 1.0
 """Most seconds of a wait of the main thread: a signal that comes just before does not end it."""
 SAY_S = 15.0
-"""Seconds after which `wait` logs what it waits for."""
+"""Seconds after which the log says what a save, or `wait`, waits for."""
 HURRY_S = 5.0
 """Seconds after which the saver commits what no flow run has begun while a process waits for it."""
 MANY = 64
@@ -150,7 +151,7 @@ class CommitWatcher:
         with self._lock:  # images of saves that others know to have failed are evicted
             self._sweeps |= not self._leads and bool(self._pending)
             self._start()
-        if absent := _find_absent(self._list_pending(), self._spool, self._rank, self.node_ranks):
+        if absent := self._find_absent(self._list_pending()):
             logger.warning("%s", absent)
 
     def has_failed(self, key: str) -> bool:
@@ -235,7 +236,7 @@ class CommitWatcher:
                 here_at = here_at if away else now
                 end = min(deadline, self._end_at, here_at + PATIENCE_S)
                 if now >= end:
-                    away = away or _find_absent(saves, self._spool, self._rank, self.node_ranks)
+                    away = away or self._find_absent(saves)
                     raise _make_timeout(saves, away, closed=now >= self._end_at)
                 if now >= say_at:
                     say_at = math.inf
@@ -243,7 +244,7 @@ class CommitWatcher:
                         "Still waiting for the commit of %s, which does not need this process. %s"
                         "See trinity-sync runs and trinity-sync status",
                         ", ".join(save.request.run_name for save in saves),
-                        away or _find_absent(saves, self._spool, self._rank, self.node_ranks),
+                        away or self._find_absent(saves),
                     )
                 self._changed.wait(min(end - now, say_at - now, SIGNAL_S))
                 if self._thread is None:  # none could be started
@@ -434,6 +435,9 @@ class CommitWatcher:
         found = self._trigger.find_failures(requests, begun)
         if self._leads:
             self._trigger.warn_of_server(self._spool.folder)
+            is_late = time.monotonic() > saves[0].since + SAY_S
+            if is_late and (absent := self._find_absent(saves)):
+                warn_once(absent)
         journal = self._read_journal(saves[0].request)
         for save in saves:
             request, known = save.request, journal.find(save.request.key)
@@ -443,6 +447,25 @@ class CommitWatcher:
                 self._look_at(
                     save, append(request, "failed" if why else "completed", why, over=known)
                 )
+
+    def _find_absent(self, saves: Sequence[PendingSave]) -> str:
+        """Return which ranks of this node, or roles, the oldest save waits for, as a sentence."""
+        with suppress(OSError, TrinitySyncError, IndexError):
+            request = saves[0].request
+            tickets = [sealed.ticket for sealed in self._spool.read_step(request.save)]
+            roles = {each.role for each in tickets if each.rank == self._rank}
+            have = {each.rank for each in tickets if each.role in roles}
+            awaited = f"Step {request.step} waits for"
+            if have and (absent := [each for each in self.node_ranks if each not in have]):
+                ranks = describe_ranks(absent)
+                return f"{awaited} {ranks} of this node: every rank has to call save. "
+            run = request.root, request.run, request.run_key
+            if lacking := [role for role in request.roles if read_placement(*run, role) is None]:
+                return (
+                    f"{awaited} role {', '.join(lacking)}, which has saved nothing in this run. If "
+                    "this training has no such role, leave it out of TRINITY_SYNC_ROLES. "
+                )
+        return ""
 
     def _note_seconds(self, save: PendingSave) -> None:
         request = save.request
@@ -456,23 +479,6 @@ class CommitWatcher:
                 logger.warning("%s of %s: %s", request.run_name, request.root, alarm)
         self.commit_seconds[request.key] = took
         logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)
-
-
-def _find_absent(
-    saves: Sequence[PendingSave], spool: JobSpool, rank: int, node_ranks: Collection[int]
-) -> str:
-    """Return a sentence about the ranks of a node that have no part in the oldest save of one."""
-    with suppress(OSError, TrinitySyncError, IndexError):
-        request = saves[0].request
-        tickets = [sealed.ticket for sealed in spool.read_step(request.save)]
-        roles = {each.role for each in tickets if each.rank == rank}
-        have = {each.rank for each in tickets if each.role in roles}
-        if have and (absent := [each for each in node_ranks if each not in have]):
-            return (
-                f"Step {request.step} waits for {describe_ranks(absent)} of this node: every rank "
-                "has to call save. "
-            )
-    return ""
 
 
 def _make_timeout(saves: Iterable[PendingSave], away: str, *, closed: bool) -> SaveTimeoutError:

@@ -11,8 +11,10 @@ from tests.support.disk import drop_cached
 from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.forked import Program
 from tests.support.job import Job
+from tests.support.savers import await_that
 from tests.unit.conftest import Open
 from trinity_sync import CheckpointCoordinator, Checkpoints
+from trinity_sync.client import commit_watcher
 from trinity_sync.errors import CommitError, ConfigError, MissingShardsError, SaveTimeoutError
 from trinity_sync.layout import FULL_CHECKPOINT_MARK, shard_file, step_folder
 from trinity_sync.pipeline.pending import find_pending_saves
@@ -194,6 +196,16 @@ def test_a_wait_names_the_ranks_that_have_not_called_save(
     ranks[0].save(5, states(0))  # into the last slot
     ranks[0].emergency_save(6, states(0), deadline_s=1.0)
     assert "Step 4 waits for rank 1 of this node: every rank has to call save" in caplog.text
+
+
+def test_the_first_save_says_which_role_it_waits_for_that_the_training_does_not_have(
+    coordinator_of: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_watcher, "SAY_S", 0.0)
+    monkeypatch.setattr(commit_watcher, "CARE_S", 0.05)
+    coordinator_of(roles=("actor", "critic")).save(4, states(0))
+    await_that(lambda: "Step 4 waits for role critic" in caplog.text, "it says so")
+    assert "leave it out of TRINITY_SYNC_ROLES" in caplog.text
 
 
 def test_what_cannot_be_replicated_is_refused(ranks: list[CheckpointCoordinator]) -> None:
