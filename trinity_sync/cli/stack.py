@@ -167,8 +167,8 @@ def down(yes: Yes = False, output: Output = "table") -> None:
 @app.command(
     "status", "status -o json", "status --prometheus trinity_sync.prom", panel="Run the stack",
     note="Exit code 3 if a service that is used does not run or answer, no worker is online, a "
-        "deployment is missing, something is paused, or the environment overrides a service; or "
-        "saves wait for a saver, and none lives or answers.",
+        "deployment is missing, something is paused, the server's disk is full, or the environment "
+        "overrides a service; or saves wait for a saver, and none lives or answers.",
 )  # fmt: skip
 def status(
     prometheus: Annotated[
@@ -208,7 +208,7 @@ def status(
     if "unknown" in down:
         where = "in the container, or on the machine, of the stack, which alone sees its processes"
         typer.echo(f"hint: run it {where}", err=True)
-    works = not (down or report.overrides or report.undeployed or report.paused)
+    works = not (down or report.overrides or report.undeployed or report.paused or report.reason)
     works = works and (is_alone or bool(report.workers_online))
     raise typer.Exit(DONE if works else PROBLEM_FOUND)
 
@@ -379,7 +379,7 @@ def _print_stack(report: "StackStatus") -> None:
         typer.echo("hint: apply them with: trinity-sync restart", err=True)
     if report.reason:
         typer.echo(report.reason, err=True)
-    elif report.workers_online is not None:
+    if report.workers_online is not None:
         typer.echo(
             f"work pool {report.pool}: {report.workers_online} worker(s) online, "
             f"{report.waiting_runs} run(s) waiting",

@@ -255,19 +255,21 @@ class PrefectApi(PrefectConnection):
         found = [("work pool", await self.call(f"/work_pools/{pool}", dict))]
         queues = await self.call(f"/work_pools/{pool}/queues/filter", list, {})
         found += [("work queue", each) for each in queues]
+        for name, each in (await self.read_deployments(pool)).items():
+            limit = each.get("global_concurrency_limit") or {"active": False}
+            is_paused = limit["active"] and limit["limit"] == 0  # else only its schedule may be
+            found.append(("deployment", {"name": name, "is_paused": is_paused}))
         return [
             f"{what} {each['name']}"
             for what, each in found
             if each["is_paused"] or each.get("concurrency_limit") == 0
         ]
 
-    async def read_deployments(self, pool: str) -> dict[str, Any]:
-        """Return the parameters of the deployments of a work pool, by name."""
+    async def read_deployments(self, pool: str) -> dict[str, dict[str, Any]]:
+        """Return the deployments of a work pool, as the server describes them, by name."""
         wanted = {"work_pools": {"name": {"any_": [pool]}}}
         return await self.call(
-            "/deployments/filter",
-            lambda found: {str(it["name"]): it.get("parameters") for it in found},
-            wanted,
+            "/deployments/filter", lambda found: {str(it["name"]): it for it in found}, wanted
         )
 
     async def read_workers(self, pool: str) -> set[str]:

@@ -34,7 +34,8 @@ def read_deployments() -> list[dict[str, Any]]:
 async def find_missing_deployments(api: PrefectApi, pool: str) -> list[str]:
     """Return the names of deployments that a work pool lacks, or has with other parameters than
     those of prefect.yaml, if it names any; none outside of the stack's environment."""
-    deployed = await api.read_deployments(pool)
+    found = await api.read_deployments(pool)
+    deployed = {name: each.get("parameters") for name, each in found.items()}
     with suppress(ImportError):
         return [
             each["name"]

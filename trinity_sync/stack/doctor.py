@@ -32,7 +32,6 @@ from trinity_sync.stack.services import StackState
 
 STALE_S = 600.0
 SKEW_S = 5.0
-LEAST_ROOM = 32_000_000
 SYSTEM_UID_MAX = 999
 CLEANED = "/tmp", "/var/tmp"
 LINGERING = Path("/var/lib/systemd/linger")
@@ -250,9 +249,9 @@ def _check_savers(settings: Settings, is_alone: bool) -> Iterator[Check]:
 
 def _check_home(home: Path) -> Iterator[Check]:
     """Check the room for server and logs; warn of a home from which old files are removed."""
-    if home.is_dir() and (free := shutil.disk_usage(home).free) < LEAST_ROOM:
-        found = f"{format_bytes(free)} free in {home}: the server records nothing"
-        yield Check("home", "fail", found, "make room on its disk; saves go on until then")
+    if lack := local_stack.describe_lack_of_room(home):
+        found, _, todo = lack.partition(". ")
+        yield Check("home", "fail", found, f"{todo}; saves go on until then")
     cleaned = [each for each in CLEANED if home.resolve().is_relative_to(each)]
     if cleaned and home.is_dir():
         found = (

@@ -7,6 +7,7 @@ A server or Ray cluster that is configured (``PREFECT_API_URL``,
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from trinity_sync.client.prefect_connection import hide_password
 from trinity_sync.client.saver_control import CONNECT_S, LOG, answers, list_savers
 from trinity_sync.errors import ConfigError, PrefectApiError, StackError
 from trinity_sync.orchestration.package_paths import find_missing_deployments
+from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import CONFIG, LOCAL_HOST, Settings, StackSettings, use_config_file
 from trinity_sync.snapshot.spool import list_job_spools
 from trinity_sync.stack import daemon, services
@@ -41,6 +43,8 @@ API_URL, RAY_ADDRESS = "PREFECT_API_URL", "ray.address"
 NAMES = "server", "ray", "worker"
 LOOKS = 60
 """Looks at the processes of a stack for each at its answers."""
+LEAST_ROOM = 32_000_000
+"""Bytes on the disk of the server below which it may record nothing."""
 STOP_S = 20.0
 """Seconds after which a service that was asked to stop is killed."""
 
@@ -97,7 +101,7 @@ class StackStatus:
     paused: tuple[str, ...]
     """The work pool and those of its queues that are paused."""
     reason: str
-    """Why the server does not answer."""
+    """Why the server does not answer, or records nothing."""
     changed: tuple[str, ...]
     """Settings that the running stack does not have, as ``server.port: 4200, now 5000``."""
     overrides: tuple[str, ...]
@@ -294,7 +298,8 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
     found = tuple(map(partial(check_service, state), NAMES, urls))
     online = waiting = None
     undeployed, paused = list[str](), list[str]()
-    reason = ""
+    is_alone = not uses_stack(settings, stack)
+    reason = "" if is_alone else describe_lack_of_room(settings.home)
     if found[0].state not in ("dead", "unresponsive", "absent"):
 
         async def ask(api: PrefectApi) -> tuple[int, int, list[str], list[str]]:
@@ -308,11 +313,18 @@ def status(settings: Settings, stack: StackSettings | None = None) -> StackStatu
         except PrefectApiError as error:
             reason = str(error)
     lists = tuple(undeployed), tuple(paused), reason, changed, tuple(_list_overrides(state, stack))
-    if is_alone := not uses_stack(settings, stack):
+    if is_alone:
         found = tuple(replace(each, state="not used") for each in found)
     found = (*found, *check_savers(settings, is_alone=is_alone))
     saves = tuple(list_waiting_saves(settings.spool))
     return StackStatus(settings.home, pool, online, waiting, *lists, found, saves)
+
+
+def describe_lack_of_room(home: Path) -> str:
+    """Return why the server records nothing; empty if its disk has room."""
+    if not home.is_dir() or (free := shutil.disk_usage(home).free) >= LEAST_ROOM:
+        return ""
+    return f"{format_bytes(free)} free in {home}: the server records nothing. Make room on its disk"
 
 
 def list_waiting_saves(spool: Path) -> Iterator[WaitingSaves]:

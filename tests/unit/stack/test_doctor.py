@@ -24,7 +24,7 @@ from trinity_sync.client.prefect_connection import compute_clock_skew
 from trinity_sync.layout import step_folder
 from trinity_sync.orchestration.quantities import format_bytes
 from trinity_sync.settings import Settings
-from trinity_sync.stack import doctor
+from trinity_sync.stack import doctor, local_stack
 from trinity_sync.stack.doctor import Check, check_logout, check_packages, run_checks
 from trinity_sync.stack.doctor_job import check_root
 
@@ -115,7 +115,7 @@ def test_an_environment_without_the_stack_asks_its_server(
 
 def test_a_home_without_room_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for least, fails in ((0, False), (1 << 62, True)):
-        monkeypatch.setattr(doctor, "LEAST_ROOM", least)
+        monkeypatch.setattr(local_stack, "LEAST_ROOM", least)
         found = [each.state for each in run_checks(Settings(home=tmp_path)) if each.name == "home"]
         assert ("fail" in found) is fails
 

@@ -77,6 +77,18 @@ def test_the_server_is_asked_with_the_password_of_its_url_which_status_does_not_
     assert "secret" not in json.dumps(to_json(found))
 
 
+def test_status_says_that_the_disk_of_the_server_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_stack, "LEAST_ROOM", 1 << 62)
+    answers = {"/flow_runs/count": (200, "3"), "/deployments/filter": (200, "[]")}
+    home = {"TRINITY_SYNC_HOME": str(tmp_path)}
+    with server(answers) as url, environment(home | {"PREFECT_API_URL": url}):
+        done = invoke("status")
+    assert (done.exit_code, "3 run(s) waiting" in done.output) == (3, True)
+    assert f"free in {tmp_path}: the server records nothing. Make room" in done.output
+
+
 def test_a_stack_is_here_also_once_its_machine_has_another_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,6 +98,7 @@ def test_a_stack_is_here_also_once_its_machine_has_another_name(
 
 
 PAUSED, FULL, SAVES = {"is_paused": True}, {"concurrency_limit": 0}, "save-step"
+NO_RUNS = {"global_concurrency_limit": {"limit": 0, "active": True}}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +107,7 @@ PAUSED, FULL, SAVES = {"is_paused": True}, {"concurrency_limit": 0}, "save-step"
         (PAUSED, {}, {}, "paused: work pool mine; resume it"),
         ({}, PAUSED, {}, "paused: work queue checkpoints; resume it"),
         ({}, FULL, {}, "paused: work queue checkpoints; resume it"),
+        ({}, {}, NO_RUNS, f"paused: deployment {SAVES}; resume it"),
         ({}, {}, {"parameters": {"colour": "red"}}, f"not deployed: {SAVES}"),
     ],
 )
