@@ -83,14 +83,15 @@ def restart(timeout: Timeout = 180.0, config: ConfigFile = None, output: Output 
     The file with the settings is that of up, unless another is named. Saves go on: images wait in
     shared memory meanwhile.
     """
-    from trinity_sync.settings import StackSettings, use_config_file
+    from trinity_sync.settings import use_config_file
     from trinity_sync.stack import local_stack, state_file
 
-    state = state_file.read_state(read_settings().home)
-    with use_config_file(state.config if state else ""):
-        StackSettings()  # an error in the file must not stop the stack
-        local_stack.down(read_settings())
-        up(timeout=timeout, output=output)
+    settings = read_settings()
+    state = state_file.read_state(settings.home)
+    with use_config_file(state.config if state else ""), _tell_progress():
+        local_stack.up(settings, timeout_s=timeout, anew=True)
+    report = local_stack.status(settings)
+    print_object("stack", report, output, lambda: _print_stack(report))
 
 
 @app.command(

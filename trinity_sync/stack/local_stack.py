@@ -118,6 +118,7 @@ def up(
     *,
     timeout_s: float = 180.0,
     joining: StackState | None = None,
+    anew: bool = False,
 ) -> StackState:
     """Start a stack, and return when all services work.
 
@@ -128,7 +129,7 @@ def up(
 
     ``stack`` are the settings of a new stack, by default those of the environment and the file.
     ``timeout_s`` is for each service, see `daemon.await_ready`. ``joining`` is the stack of another
-    machine that this machine joins.
+    machine that this machine joins. A running stack is started again ``anew``, with these settings.
 
     Raises:
         StackError: A service did not start or accepts connections without credentials, or an
@@ -139,16 +140,18 @@ def up(
     stack = stack or StackSettings()
     with lock_home(settings.home):
         before = _read_own(settings) or StackState()
+        same = StackState() if anew else before
+        joining = before if anew and before.joined else joining
         if joining:
-            _require_no_stack(settings, before)
+            _require_no_stack(settings, same)
             stack = _with_own_address(stack)
             joining = replace(joining, host=stack.server.host)
-        if running := read_running_settings(before):
+        if running := read_running_settings(same):
             stack, config = running, before.config
         _refuse_any_host(stack.server.host)
         external = _find_external(settings, stack, joining or before)
         made_with: Any = {"settings": stack.model_dump(mode="json"), "config": config}
-        works = kept = now = before if _serves(before, external) else StackState()
+        works = kept = now = same if _serves(same, external) else StackState()
         try:
             if kept.daemons:
                 has_ray = now.ray or now.joined or "ray_address" in external
@@ -161,7 +164,7 @@ def up(
                     now = _start(services.start_ray, settings, stack, now)
             else:
                 _stop(before)
-                now = joining or (before if before.daemons else read_last_addresses(settings.home))
+                now = joining or (same if same.daemons else read_last_addresses(settings.home))
                 now = replace(now, server=None, ray=None, worker=None, ray_folder="", **made_with)
                 now = _start_server_and_ray(settings, stack, now, external, timeout_s)
             require_refusals(stack, replace(now, ray_auth=None))
@@ -353,8 +356,7 @@ def check_savers(settings: Settings, *, is_alone: bool) -> list[ServiceStatus]:
         return [ServiceStatus("saver", state, pid or None, log=log) for pid, state in found]
     before = time.time() - CONNECT_S  # one may have just been started
     waits = any(each.since < before for each in list_waiting_saves(settings.spool))
-    is_dead = is_alone and waits
-    return [ServiceStatus("saver", "dead" if is_dead else "idle", log=log)]
+    return [ServiceStatus("saver", "dead" if is_alone and waits else "idle", log=log)]
 
 
 def find_changes(state: StackState, stack: StackSettings | None = None) -> tuple[str, ...]:
@@ -461,11 +463,10 @@ def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout
     find = partial(find_missing_deployments, pool=stack.worker.pool)
     if state.joined or not ask_server(settings, find, state.api_url, answer_s=timeout_s):
         return
-    command = [sys.executable, "-m", "trinity_sync", "deploy"]
     env = services.build_environment(settings, stack, state)
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "trinity_sync", "deploy"],
             env=env,
             cwd=settings.home,
             capture_output=True,
@@ -526,14 +527,12 @@ def _find_external(settings: Settings, stack: StackSettings, state: StackState) 
         (RAY_ADDRESS, stack.ray.address, state.ray, "ray_address"),
     ):
         address = getattr(state, field)
-        if not value:
-            continue
-        if own:
-            if value != address:
-                raise StackError(
-                    f"{name} is {value}, but the stack in {settings.home} has its own at "
-                    f"{address}. Unset {name}, or run trinity-sync down first."
-                )
+        if own and value not in ("", address):
+            raise StackError(
+                f"{name} is {value}, but the stack in {settings.home} has its own at "
+                f"{address}. Unset {name}, or run trinity-sync down first."
+            )
+        if own or not value:
             continue
         if not services.accepts_connections(value):
             raise StackError(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -32,7 +33,7 @@ from trinity_sync.settings import Settings, StackSettings, default_home
 from trinity_sync.stack import daemon, local_stack, services
 from trinity_sync.stack.daemon import Daemon
 from trinity_sync.stack.services import StackState, is_server_ready
-from trinity_sync.stack.state_file import write_state
+from trinity_sync.stack.state_file import read_state, write_state
 
 
 @pytest.fixture
@@ -201,6 +202,27 @@ def sleeping(home: Path) -> StackState:
     worker = services._start("worker", command, Settings(home=home), dict(os.environ))
     write_state(home, state := StackState(worker=worker))
     return state
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_restart_starts_what_it_stops_again_although_the_shell_names_its_server(
+    tmp_path: Path, joined: bool
+) -> None:
+    """As ``eval "$(trinity-sync env)"`` does; no server can listen at the address here."""
+    url = "http://127.0.0.1:9/api"
+    state = replace(sleeping(tmp_path), api_url=url, joined=joined)
+    state = state if joined else replace(state, worker=None, server=state.worker)
+    write_state(tmp_path, state)
+    named = {"TRINITY_SYNC_STACK__SERVER__HOST": "203.0.113.1", "PREFECT_API_URL": url}
+    try:
+        with environment({"TRINITY_SYNC_HOME": str(tmp_path), **named}):
+            refused = invoke("restart").output
+        why = "that this machine has joined does not answer" if joined else "no port of 203.0.113.1"
+        assert why in " ".join(refused.split())
+        assert state.lives == joined
+        assert read_state(tmp_path) == state
+    finally:
+        daemon.stop(state.daemons[0], 10)
 
 
 IN_A_CONTAINER = """
