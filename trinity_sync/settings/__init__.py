@@ -321,9 +321,10 @@ class WorkerSettings(_Section):
     """Address and port of the worker's Prometheus metrics, such as ``127.0.0.1:9464``; ``0.0.0.0``
     is every address of the node. Empty for none."""
 
-    nice: int = Field(default=19, ge=0, le=19)
-    """Niceness of the server, the worker and Ray's processes: training takes the cores that it
-    needs, and saves what it leaves. With 0, both get equal parts."""
+    nice: int = Field(default=10, ge=0, le=19)
+    """Niceness of the saver, the server, the worker and Ray's processes: of cores that training
+    takes whole, they get a tenth. With 0, both get equal parts; with 19, a commit may take
+    minutes, and the training then waits for the memory of the images."""
 
     allowed_paths: Paths = Field(default=(), examples=[("/data",)])
     """Folders below which flows may use roots and remotes in folders; none for no limit."""

@@ -67,7 +67,7 @@ def test_show_says_where_each_value_is_from_and_no_password(tmp_path: Path) -> N
     found = {row["name"]: (row["value"], row["source"], row["default"]) for row in rows}
     assert found["TRINITY_SYNC_SLOTS"] == ("3", "TRINITY_SYNC_SLOTS", "2")
     assert found["server.port"] == ("5000", "TRINITY_SYNC_STACK__SERVER__PORT", "4200")
-    assert found["worker.nice"] == ("5", str(path), "19")
+    assert found["worker.nice"] == ("5", str(path), "10")
     assert found["server.keep_events"] == ("6h", "default", "6h")
     assert found["catalog.url"][0] == "postgresql://user:***@host/db"
 
@@ -100,12 +100,12 @@ def test_a_running_stack_with_other_settings_is_said_and_what_applies_them(home:
     assert local_stack.find_changes(state, recorded) == ()
     with environment({"TRINITY_SYNC_HOME": str(home), **named}):
         assert local_stack.status(Settings()).changed == (
-            "worker.nice: 19, now 5",
+            "worker.nice: 10, now 5",
             "catalog.url: postgresql://user:***@host/db, now postgresql://user:***@host/other",
         )
         output = invoke("status").output
         check = next(check for check in run_checks(Settings()) if check.name == "settings")
-    assert "worker.nice: 19, now 5" in output
+    assert "worker.nice: 10, now 5" in output
     assert "trinity-sync restart" in output
     assert (check.state, check.todo) == ("warn", "apply them: trinity-sync restart")
 
