@@ -257,9 +257,7 @@ class CommitWatcher:
     def close(self, timeout: float = 0.0) -> None:
         """Stop following saves; wake the saver for them within ``timeout`` seconds at most."""
         self.end_at_most(timeout)
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(timeout + 1)  # a file system that hangs may keep it
         self._trigger.close()
         with self._lock:
@@ -341,8 +339,7 @@ class CommitWatcher:
             if run := self._own_run():
                 with suppress(OSError, TrinitySyncError):  # read again the next time
                     run.notice_later_runs()
-        due = [save for save in self._list_pending() if save.look_at <= now]
-        if due:
+        if due := [save for save in self._list_pending() if save.look_at <= now]:
             journal = self._read_journal(due[0].request)
             for save in due:
                 self._look_at(save, journal.find(save.request.key))
@@ -435,37 +432,19 @@ class CommitWatcher:
         found = self._trigger.find_failures(requests, begun)
         if self._leads:
             self._trigger.warn_of_server(self._spool.folder)
-            is_late = time.monotonic() > saves[0].since + SAY_S
-            if is_late and (absent := self._find_absent(saves)):
-                warn_once(absent)
+            if time.monotonic() > saves[0].since + SAY_S and (why := self._find_absent(saves)):
+                warn_once(why)
         journal = self._read_journal(saves[0].request)
         for save in saves:
             request, known = save.request, journal.find(save.request.key)
             ended = known is not None and known.has_ended
             if request.key in found and not ended and self._pending.get(request.key) is save:
                 why = found[request.key]
-                self._look_at(
-                    save, append(request, "failed" if why else "completed", why, over=known)
-                )
+                told = append(request, "failed" if why else "completed", why, over=known)
+                self._look_at(save, told)
 
     def _find_absent(self, saves: Sequence[PendingSave]) -> str:
-        """Return which ranks of this node, or roles, the oldest save waits for, as a sentence."""
-        with suppress(OSError, TrinitySyncError, IndexError):
-            request = saves[0].request
-            tickets = [sealed.ticket for sealed in self._spool.read_step(request.save)]
-            roles = {each.role for each in tickets if each.rank == self._rank}
-            have = {each.rank for each in tickets if each.role in roles}
-            awaited = f"Step {request.step} waits for"
-            if have and (absent := [each for each in self.node_ranks if each not in have]):
-                ranks = describe_ranks(absent)
-                return f"{awaited} {ranks} of this node: every rank has to call save. "
-            run = request.root, request.run, request.run_key
-            if lacking := [role for role in request.roles if read_placement(*run, role) is None]:
-                return (
-                    f"{awaited} role {', '.join(lacking)}, which has saved nothing in this run. If "
-                    "this training has no such role, leave it out of TRINITY_SYNC_ROLES. "
-                )
-        return ""
+        return _find_absent(saves, self._spool, self._rank, self.node_ranks)
 
     def _note_seconds(self, save: PendingSave) -> None:
         request = save.request
@@ -479,6 +458,27 @@ class CommitWatcher:
                 logger.warning("%s of %s: %s", request.run_name, request.root, alarm)
         self.commit_seconds[request.key] = took
         logger.info("%s of %s: committed in %.1f s", request.run_name, request.root, took)
+
+
+def _find_absent(
+    saves: Sequence[PendingSave], spool: JobSpool, rank: int, node_ranks: Collection[int]
+) -> str:
+    """Return which ranks of this node, or roles, the oldest save waits for, as a sentence."""
+    with suppress(OSError, TrinitySyncError, IndexError):
+        request = saves[0].request
+        tickets = [sealed.ticket for sealed in spool.read_step(request.save)]
+        roles = {each.role for each in tickets if each.rank == rank}
+        have = {each.rank for each in tickets if each.role in roles}
+        awaited = f"Step {request.step} waits for"
+        if have and (absent := [each for each in node_ranks if each not in have]):
+            return f"{awaited} {describe_ranks(absent)} of this node: every rank has to call save. "
+        run = request.root, request.run, request.run_key
+        if lacking := [role for role in request.roles if read_placement(*run, role) is None]:
+            return (
+                f"{awaited} role {', '.join(lacking)}, which has saved nothing in this run. If "
+                "this training has no such role, leave it out of TRINITY_SYNC_ROLES. "
+            )
+    return ""
 
 
 def _make_timeout(saves: Iterable[PendingSave], away: str, *, closed: bool) -> SaveTimeoutError:
