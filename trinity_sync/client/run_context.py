@@ -70,7 +70,7 @@ class RunContext:
         self._later: list[Run] = []
         """Runs that have begun after this one, as of the last `notice_later_runs`."""
         self._is_superseded = False
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()  # a signal's handler may save while it is held
         self._lock = ExitStack()
         self._loaded: dict[Parent, None] = {}
         """The steps that this process has loaded with `Checkpoints` since, in order."""

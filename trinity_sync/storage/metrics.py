@@ -18,6 +18,7 @@ from typing import Any
 from trinity_sync.errors import ConfigError, LockTimeoutError, TrinitySyncError, warn_once
 from trinity_sync.fs.atomic import read_uncached, remove_file, replace_file
 from trinity_sync.fs.locks import acquire_file_lock
+from trinity_sync.fs.process import hold_handlers
 from trinity_sync.fs.records import Count, Record, encode_record, read_record
 from trinity_sync.layout import PRIVATE_FOLDER, check_type
 from trinity_sync.snapshot.identity import SaveId
@@ -66,7 +67,7 @@ class MetricsLog:
         waiting = [*self._recorded]
         if waiting:
             self._writer = self._writer or ThreadPoolExecutor(1, "metrics")
-            with suppress(RuntimeError):  # no thread can be started: the next save tries again
+            with hold_handlers(), suppress(RuntimeError):  # no thread: the next save tries again
                 self._writer.submit(self._write)
         found = dict[str, float]()
         for at, metrics in waiting:

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import psutil
@@ -35,6 +36,7 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.restore import load_states
+from trinity_sync.storage.runs import join_run
 
 
 @pytest.fixture
@@ -374,6 +376,39 @@ def test_an_emergency_save_does_not_wait_for_a_role_that_this_process_saves_next
     assert "once this process has saved critic as well" in first.undone[0]
     last = saves.emergency_save(5, states, role="critic", deadline_s=60)
     assert (last.undone, sorted(last.committed)) == ((), ["checkpoint", "state_dict"])
+
+
+@pytest.mark.parametrize(
+    ("call", "within"),
+    [
+        (CheckpointCoordinator.begin, join_run),
+        (lambda saves: saves.record_metrics(4, {"reward": 0.5}), Future.__init__),
+    ],
+    ids=["begin", "record_metrics"],
+)
+def test_a_handler_may_save_while_a_lock_is_held(
+    saves: Saves,
+    job: Job,
+    raising: Callable[..., None],
+    call: Callable[..., object],
+    within: FunctionType,
+) -> None:
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is within.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGALRM, raising)  # ends a wait for ever
+    signal.signal(signal.SIGUSR1, lambda *_: saves.save(4, {"model": {"w": torch.ones(3)}}))
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    sys.setprofile(interrupt)
+    try:
+        call(saves)
+    finally:
+        sys.setprofile(None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    job.commit(4)
 
 
 def test_a_handler_may_save_while_the_saver_is_woken(tmp_path: Path) -> None:
