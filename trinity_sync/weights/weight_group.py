@@ -213,7 +213,7 @@ class WeightGroup:
             self._backend.abort()
             last, self._backend = [self._backend], None
             # gloo's destructor waits for calls that other members will not answer
-            threading.Thread(target=last.clear).start()
+            threading.Thread(target=last.clear, daemon=True).start()
 
     @property
     def _header_key(self) -> str:

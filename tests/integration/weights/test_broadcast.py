@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 import weakref
@@ -247,6 +248,13 @@ def test_a_broadcast_to_a_reader_that_hangs_ends_by_its_time_out(members: Any) -
     with pytest.raises(WeightSyncError, match=f"a member did not answer within {SHORT_S:g} s"):
         send_weights([("w", torch.zeros(3))], group, version=3)
     assert reader.answer() is None
+
+
+def test_a_group_that_is_left_during_a_call_holds_no_process_at_its_exit(members: Any) -> None:
+    group, _ = members(_silent)
+    group.broadcast(torch.zeros(1 << 24))
+    group.close()
+    assert [each for each in threading.enumerate() if not each.daemon] == [threading.main_thread()]
 
 
 def test_a_dead_trainer_ends_the_wait_of_its_readers(members: Any) -> None:
