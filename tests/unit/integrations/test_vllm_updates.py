@@ -142,6 +142,9 @@ def test_an_update_pauses_the_engine_and_names_the_version(
     engine.version = "default"  # the engine was started again
     assert updater.update() == 7
     assert engine.calls.count("/update_weights") == 1
+    updater.version = None  # vLLM's sleep has discarded the weights, and not their version
+    assert updater.update() == 7
+    assert engine.calls.count("/update_weights") == 2
 
 
 def test_an_updater_that_runs_on_follows_the_training_that_begins_again_in_the_root(
