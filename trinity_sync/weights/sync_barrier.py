@@ -65,6 +65,7 @@ class SyncBarrier:
 
     def __init__(self, members: Members = Members()) -> None:
         self.trainer = members.trainer
+        self.had_trainer = False  # whether one has reported: one that has not counts as stopped
         self.explorers = dict(members.explorers)
         self.actors: set[str] = set()
         """Names of members, the trainer included, that are known Ray actors: a member is dead if no
@@ -73,7 +74,7 @@ class SyncBarrier:
 
     def set_trainer(self, status: Status) -> None:
         """Set the trainer's status; one that stops releases the explorers that wait for it."""
-        self.trainer = status
+        self.trainer, self.had_trainer = status, True
         if status is Status.STOPPED:
             self._end(None)
 

@@ -321,9 +321,10 @@ class TrinityMethods:
         return dict(self._registry.barrier.counts)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
-        """Return whether the trainer requires a sync; None if it has stopped."""
-        trainer = self._registry.barrier.trainer
-        return None if trainer is Status.STOPPED else trainer is Status.REQUIRE_SYNC
+        """Return whether the trainer requires a sync; None if it has run, and stopped."""
+        barrier = self._registry.barrier
+        is_over = barrier.had_trainer and barrier.trainer is Status.STOPPED
+        return None if is_over else barrier.trainer is Status.REQUIRE_SYNC
 
     async def explorer_requires_sync(self) -> bool:
         """Return whether any explorer requires a sync."""
@@ -362,9 +363,7 @@ class TrinityMethods:
         name = (explorer or self._settings.explorer) if module == "explorer" else None
         if name is None:
             if trainer_step is None:
-                raise ConfigError(
-                    "a trainer that is ready for a weight sync has to say its trainer_step"
-                )
+                raise ConfigError("a trainer that is ready for a sync has to say its trainer_step")
             await self._registry.refresh()
         rendezvous = self._registry.barrier.arrive(name, trainer_step)
         self._registry.run_in_background(self._members.record(name or self._settings.trainer))

@@ -191,6 +191,7 @@ def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> N
 def test_an_explorer_that_waits_requires_a_sync_until_it_has_a_version(
     synchronizer: Any, root: Path
 ) -> None:
+    assert ask(synchronizer.trainer_requires_weight_sync.remote()) is False, "it has yet to begin"
     ask(synchronizer.set_trainer_status.remote("running"))
     waiting = synchronizer.wait_new_model_state_dict.remote(0)
     require(synchronizer, "explorer", "require_sync")
