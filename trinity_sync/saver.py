@@ -139,9 +139,15 @@ class FlowRunRequests:
                 for pause_s in chain(BACK_OFF_S, repeat(BACK_OFF_S[-1])):
                     try:
                         run = runner.run(self.api.create_flow_run(request.flow_run))
-                        told = run.state.type == "COMPLETED" and read_entry(request)
-                        if told and told.has_ended:  # not by hand: the images came too late for it
-                            compare_late_images(JobSpool(folder), request)
+                        if run.state.type == "COMPLETED":
+                            told = read_entry(request)
+                            if told is None:
+                                raise RequestRefusedError(
+                                    "its flow run was set to Completed before it had begun. Run: "
+                                    f"trinity-sync retry {request.root} {request.step}"
+                                )
+                            if told.has_ended:  # the images came too late for it
+                                compare_late_images(JobSpool(folder), request)
                         break
                     except RequestRefusedError as error:
                         append(request, "left", str(error), patience_s=PATIENCE_S)

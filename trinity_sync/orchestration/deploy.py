@@ -91,7 +91,9 @@ def deploy(stack: StackSettings, api_url: str | None = None) -> list[str]:
     """
     with open_client(api_url) as client:
         _ensure_pool(client, stack.worker.pool)
-        _ensure_queues(client, stack.worker.pool)
+        for priority, name in enumerate(PRIORITIES, start=1):
+            with suppress(ObjectAlreadyExists):  # it keeps its settings
+                client.create_work_queue(name, priority=priority, work_pool_name=stack.worker.pool)
         ids = dict(_apply_deployment(client, entry, stack) for entry in read_deployments())
         silent_s = stack.worker.heartbeat_timeout.total_seconds()
         register_heartbeat_monitoring(client, [*ids.values()], silent_s=silent_s)
@@ -112,13 +114,6 @@ def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
             f"work pool {name!r} exists and is of type {pool.type!r}, not "
             f"{TrinitySyncWorker.type!r}. Remove it, or set worker.pool to another name."
         )
-
-
-def _ensure_queues(client: SyncPrefectClient, pool: str) -> None:
-    """Create the missing queues; existing ones keep their settings."""
-    for priority, name in enumerate(PRIORITIES, start=1):
-        with suppress(ObjectAlreadyExists):
-            client.create_work_queue(name=name, priority=priority, work_pool_name=pool)
 
 
 def _apply_deployment(

@@ -155,8 +155,7 @@ class TrinitySyncWorker(
                 given = flow_run.parameters, flow_run.idempotency_key
                 await try_allow_eviction(self._trinity.spool, *given, why)
                 await self.client.set_flow_run_state(flow_run.id, state, force=True)
-            # a flow has told its own end; what has crashed is retried
-            if state and (state.is_failed() or state.is_cancelled()):
+            if state and (state.is_failed() or state.is_cancelled()):  # a crashed run is retried
                 # what this release cannot read, the saver can, which is of the trainer's
                 told: SaveState = "failed" if read_request(flow_run.parameters) else "left"
                 await self._tell(flow_run, told, describe_end(state.name, state.message))

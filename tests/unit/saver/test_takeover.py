@@ -320,15 +320,20 @@ def test_a_flow_run_that_is_gone_is_requested_again_while_its_save_waits(
     assert waits._wanted.qsize() == 1
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
 def test_a_save_whose_flow_run_a_user_has_set_to_completed_waits_for_its_commit(
-    job: Job, settings: Settings
+    job: Job, settings: Settings, has_begun: bool
 ) -> None:
+    """By what has begun it, otherwise by the saver, at once."""
     job.stage(1, {"model": {"w": torch.ones(3)}})
     state = {"type": "COMPLETED", "timestamp": "2026-01-01T00:00:00Z"}
     with server({"": (201, json.dumps({"id": str(RUN), "state": state}))}) as url:
         requests = FlowRunRequests(PrefectApi(settings, url), lambda: None)
+        told = append(job.request(1), "begun", start=1) if has_begun else None
         requests.want(job.spool.folder, [job.request(1)])
         until(lambda: not requests._untaken, "its answer")
+    known = read_entry(job.request(1))
+    assert known == told if has_begun else known.is_left
     assert [each.step for each in find_pending_saves(job.spool, grace_s=0)] == [1]
 
 
