@@ -11,6 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -183,7 +184,7 @@ def _save_twice(bench: Bench, system: System, step: int, limits: Limits) -> dict
 
 
 def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
-    """Train with one save at the beginning, until the last step and until all is durable."""
+    """Train with one save at the beginning, for the case's steps and until all is durable."""
     blocked = 0.0
 
     def blocking(call: Callable[[], None]) -> None:
@@ -192,6 +193,11 @@ def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
         call()
         blocked += time.perf_counter() - begin
 
+    def wait() -> float:
+        if system is not None:
+            system.wait()
+        return time.perf_counter() - start
+
     dist.barrier()
     start = time.perf_counter()
     if system is None:
@@ -199,15 +205,18 @@ def _window(bench: Bench, system: System | None, step: int) -> dict[str, float]:
     else:
         blocking(lambda: system.save(step))
         bench.training.step(lambda: blocking(system.before_update))
-    for _ in range(bench.case.window - 1):
-        bench.training.step()
+    steps = 1
+    with ThreadPoolExecutor(1, "durable") as thread:
+        durable = thread.submit(wait)
+        while steps < bench.case.window or not durable.done():
+            bench.training.step()
+            steps += 1
     trained = time.perf_counter() - start
-    if system is not None:
-        system.wait()
     return {
         "stall in training": blocked,
+        "durable in training": durable.result(),
         "trained": trained,
-        "trained and durable": time.perf_counter() - start,
+        "steps": steps,
     }
 
 
@@ -230,16 +239,18 @@ def _load(bench: Bench, system: System, step: int) -> dict[str, float]:
 
 def _losses(case: Case, samples: Samples) -> Samples:
     """Turn windows into losses a save, compared with those without one, and CPU time a GB."""
-    baseline = median(samples.get((BASELINE, "trained"), [0.0]))
     result: Samples = {}
+    windows = samples.get((BASELINE, "trained"), [0.0]), samples.get((BASELINE, "steps"), [1])
+    step_s = median(trained / steps for trained, steps in zip(*windows, strict=True))
     for (system, metric), values in samples.items():
-        if metric.startswith("trained") and system != BASELINE:
-            name = metric.replace("trained", "loss a save")
-            result[system, name] = [value - baseline for value in values]
+        if metric == "trained" and system != BASELINE:
+            steps = samples[system, "steps"]
+            losses = [trained - n * step_s for trained, n in zip(values, steps, strict=True)]
+            result[system, "loss a save"] = losses
         elif metric == "cpu":
             gigabytes = case.size.nbytes / 1e9
             result[system, "cpu a GB"] = [value / gigabytes for value in values]
-        elif system != BASELINE or metric == "trained":
+        elif metric != "steps" and (system != BASELINE or metric == "trained"):
             result[system, metric] = values
     return result
 

@@ -36,7 +36,7 @@ FIRST = (
     "restore from memory",
     "stall in training",
     "loss a save",
-    "loss a save and durable",
+    "durable in training",
 )
 """First columns; others follow."""
 
