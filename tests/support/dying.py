@@ -24,6 +24,7 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
 NUMBERS = {
     "getpriority": (140, 141),
+    "link": (86, 37),
     "madvise": (28, 233),
     "pwrite64": (18, 68),
     "sched_setaffinity": (203, 122),

@@ -24,8 +24,8 @@ from trinity_sync.layout import PRIVATE_FOLDER
 
 TEMPORARY_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}" + re.escape(TEMPORARY_SUFFIX))
-NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV}
-"""Error numbers of file systems without hard links, and of a link between two file systems."""
+NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
+"""Error numbers of file systems without hard links, or without more, and between two of them."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 """Error numbers of a full disk, and of a user's quota."""
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, *NO_ROOM}

@@ -1,5 +1,6 @@
 """Locks end with their holder, are left alone by its children, and are never waited for in vain."""
 
+import errno
 import fcntl
 import math
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.dying import ANOTHER_USER, as_another_user, end_of
+from tests.support.dying import ANOTHER_USER, as_another_user, end_of, refuse_calls
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
@@ -24,10 +25,12 @@ from tests.support.restricted import restricted
 from tests.support.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.fs import locks as lock_file
+from trinity_sync.fs.atomic import link_or_copy
 from trinity_sync.fs.locks import (
     LockFile,
     acquire_commit_lock,
     acquire_file_lock,
+    create_file,
     try_acquire_file_lock,
 )
 from trinity_sync.layout import step_folder
@@ -471,3 +474,20 @@ def test_a_lock_that_another_user_is_making_is_waited_for(
         maker.join()
         for fd in (asked, ask, answered, answer):
             os.close(fd)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES, errno.EMLINK])
+def test_a_file_is_created_or_copied_where_it_can_have_no_other_name(
+    tmp_path: Path, error: int
+) -> None:
+    """A file system has none, a security module refuses it, or the file has too many."""
+
+    def work() -> None:
+        refuse_calls(error, "link")
+        assert create_file(tmp_path / "file", b"first")
+        assert not create_file(tmp_path / "file", b"second")
+        link_or_copy(tmp_path / "file", tmp_path / "copy")
+
+    assert end_of(work) == 0
+    assert (tmp_path / "copy").read_bytes() == b"first"
+    assert (tmp_path / "copy").stat().st_nlink == 1
