@@ -22,7 +22,7 @@ def restricted(folder: Path, *refused: str, called: str = "passing") -> Iterator
     """A mount of type ``fuse.{called}`` that refuses what is named.
 
     ``rename``: of folders; ``copy``: a rename makes a copy of a file; ``link``, ``flock``,
-    ``direct``, ``fsyncdir``.
+    ``range`` (locks of bytes), ``direct``, ``fsyncdir``.
     """
     pytest.importorskip("mfusepy", reason="there is no libfuse", exc_type=(ImportError, OSError))
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -163,6 +163,12 @@ def main() -> None:
             raise FuseOSError(errno.ENOLCK)
 
         Passing.flock = flock
+    if "range" in refused:
+
+        def lock(self: Any, path: str, fi: Any, command: int, lock: Any) -> int:
+            raise FuseOSError(errno.ENOLCK)
+
+        Passing.lock = lock
     FUSE(Passing(), mount, foreground=True, nothreads=True, raw_fi=True, subtype=called)
 
 

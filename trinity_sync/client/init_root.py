@@ -404,10 +404,10 @@ def _try_move(folder: Path) -> None:
 def _try_locks(folder: Path) -> None:
     for shared in (True, False):
         with (
-            acquire_file_lock(folder / "lock", shared=shared),
+            acquire_file_lock(folder / "lock", shared=shared) as lock,
             try_acquire_file_lock(folder / "lock") as both,
         ):
-            if both:
+            if both or not lock.try_acquire_range():  # of bytes, as commits take it as well
                 raise _Unsupported("a lock was acquired twice")
 
 

@@ -86,7 +86,7 @@ class LockFile:
             return False
         return True
 
-    def try_acquire_range(self, how: int, start: int = 0, length: int = 0) -> bool:
+    def try_acquire_range(self, how: int = fcntl.F_RDLCK, start: int = 0, length: int = 0) -> bool:
         """Acquire a lock on bytes of the file, by default all, if it is free; return whether it is.
 
         ``how`` is ``fcntl.F_RDLCK`` or ``F_WRLCK``. It is an open file description lock, which ends

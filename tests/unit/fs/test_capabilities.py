@@ -73,6 +73,7 @@ def test_a_full_disk_is_refused_with_the_way_out(small_disk: Path) -> None:
         ("rename", "atomic rename of a folder"),
         ("copy", "atomic rename of a file"),
         ("flock", "locks between processes"),
+        ("range", "locks between processes"),
         ("fsyncdir", "sync to disk"),
     ],
 )
