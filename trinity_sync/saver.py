@@ -515,9 +515,9 @@ def _has_writer(pipe: int) -> bool:
 
 def main() -> None:
     """Commit what waits in a spool until no process saves there any more."""
-    log = sys.stderr.fileno()  # a file to which all savers append
-    if os.fstat(log).st_size > 1 << 20:
-        os.ftruncate(log, 0)
+    with suppress(OSError):  # a file to which all savers append, and that may allow nothing else
+        if os.fstat(sys.stderr.fileno()).st_size > 1 << 20:
+            os.ftruncate(sys.stderr.fileno(), 0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     try:
         stack = StackSettings()

@@ -23,6 +23,7 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
 
 NUMBERS = {
+    "ftruncate": (77, 46),
     "getpriority": (140, 141),
     "link": (86, 37),
     "madvise": (28, 233),

@@ -5,6 +5,7 @@ import asyncio
 import errno
 import gc
 import json
+import logging
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from benchmarks.path_calls import watch_path_calls
 from tests.conftest import environment
 from tests.support.answers import server
 from tests.support.command import invoke
-from tests.support.dying import end_of
+from tests.support.dying import end_of, refuse_calls
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.meanwhile import hanging_when_opened
@@ -111,21 +112,41 @@ def test_a_saver_opens_as_many_files_as_the_images_of_its_node_need(
     for rank in range(24):
         job.stage(1, {"model": {"w": torch.ones(9)}}, rank=rank)
     (job.spool.folder / SERVED).write_text(f"alone {name_saver()}")
-    monkeypatch.setattr(saver_module, "LINGER_S", 0.1)
-    monkeypatch.setattr(sys, "argv", ["saver", str(settings.spool), name_saver()])
-
-    def serve() -> None:
-        log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
-        os.dup2(log, 2)
-        sys.stderr = os.fdopen(log, "w")
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        saver_module.main()
-
-    assert end_of(serve) == 0
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few_files = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, hard))
+    serve(settings.spool, tmp_path / "log", few_files, monkeypatch)
     assert "Too many open files" not in (tmp_path / "log").read_text()
     assert read_latest_pointer(job.root, "checkpoint") == 1
     job.close()
+
+
+def test_a_log_that_can_only_be_appended_to_ends_no_saver(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    (job.spool.folder / SERVED).write_text(f"alone {name_saver()}")
+    (tmp_path / "log").write_text("long\n" * (1 << 20))
+    append_only = partial(refuse_calls, errno.EPERM, "ftruncate")
+    serve(settings.spool, tmp_path / "log", append_only, monkeypatch)
+    assert "save actor step 1" in (tmp_path / "log").read_text()
+    assert read_latest_pointer(job.root, "checkpoint") == 1
+
+
+def serve(
+    spool: Path, log: Path, confine: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the program of a saver, confined, until it has committed what waits."""
+    monkeypatch.setattr(saver_module, "LINGER_S", 0.1)
+    monkeypatch.setattr(sys, "argv", ["saver", str(spool), name_saver()])
+
+    def run() -> None:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        sys.stderr = os.fdopen(2, "w")
+        logging.root.handlers.clear()
+        confine()
+        saver_module.main()
+
+    assert end_of(run) == 0
 
 
 CONFINED = """
