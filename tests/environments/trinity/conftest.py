@@ -71,6 +71,7 @@ def configure(tiny: Path, data: Path, tmp_path: Path) -> Configure:
 
     def write(trainer: dict[str, Any], **other: Any) -> Path:
         fp32 = {f"{what}_dtype": "fp32" for what in ("param", "reduce", "buffer")}
+        engine = {"mixed_precision": fp32, "use_torch_compile": False}
         config = {
             "mode": "train",
             "project": "tests",
@@ -113,10 +114,9 @@ def configure(tiny: Path, data: Path, tmp_path: Path) -> Configure:
                         "override_config": {"attn_implementation": "sdpa"},
                         "enable_gradient_checkpointing": False,
                     },
-                    "actor": {
-                        "use_torch_compile": False,
-                        "fsdp_config": {"mixed_precision": fp32, "use_torch_compile": False},
-                    },
+                    "actor": {"use_torch_compile": False, "fsdp_config": engine},
+                    "ref": {"use_torch_compile": False, "fsdp_config": engine},
+                    "critic": {"fsdp": engine},
                 },
                 **trainer,
             },

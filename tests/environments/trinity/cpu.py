@@ -33,11 +33,25 @@ def _names_of_vllm(**modules: list[str]) -> None:
 
 
 def _engines_for_cpu(module: ModuleType) -> None:
-    """Let veRL find its FSDP engines where the device is the CPU."""
+    """Let veRL find its FSDP engines where the device is the CPU, which pins no memory."""
+    module.CPUOffloadPolicy = lambda **_: None
     for of_strategy in module.EngineRegistry._engines.values():
         for of_device in of_strategy.values():
             if "cuda" in of_device:
                 of_device.setdefault("cpu", of_device["cuda"])
+
+
+def _critic_without_flash_attention(_: ModuleType) -> None:
+    """Have Trinity load the critic's model with the attention that PyTorch has."""
+    from transformers import AutoModelForTokenClassification as Model
+
+    for name in ("from_pretrained", "from_config"):
+        load = getattr(Model, name)
+
+        def load_with_sdpa(*arguments: Any, load: Any = load, **named: Any) -> Any:
+            return load(*arguments, **named | {"attn_implementation": "sdpa"})
+
+        setattr(Model, name, load_with_sdpa)
 
 
 def _padding_without_flash_attn(module: ModuleType) -> None:
@@ -50,6 +64,7 @@ def _padding_without_flash_attn(module: ModuleType) -> None:
 
 patch_after_import(
     {
+        "trinity.trainer.verl.monkey_patch": _critic_without_flash_attention,
         "verl.utils.attention_utils": _padding_without_flash_attn,
         "verl.workers.engine.fsdp.transformer_impl": _engines_for_cpu,
     }
