@@ -21,6 +21,7 @@ from trinity_sync import Checkpoints
 from trinity_sync.layout import step_folder
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import read_latest_pointer
+from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import list_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -105,3 +106,27 @@ def test_verls_merger_makes_of_it_what_the_uninterrupted_training_had(
     assert whole.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(whole[name], tensor.to(whole[name].dtype)), name
+
+
+@pytest.mark.skipif(
+    os.environ.get("STRATEGY") == "veomni", reason="VeOmni's engine trains no adapters"
+)
+@pytest.mark.skipif(
+    os.environ.get("STRATEGY") == "veomni", reason="VeOmni's engine trains no adapters"
+)
+def test_an_adapter_of_a_model_that_is_offloaded_resumes_with_the_losses_of_the_run_before(
+    stack: StackState, world: Path
+) -> None:
+    root = world / "ckpts-adapter"  # of no other run: veRL begins each adapter at random
+    options = ["model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=all-linear"]
+    options += ["engine.param_offload=True", "engine.optimizer_offload=True"]
+    options += ["trainer.save_freq=3", "trainer.total_epochs=2", "trainer.total_training_steps=6"]
+    losses = []
+    for name in ("adapter", "adapter-again"):
+        launch = Launch(world, name, root, WITH_US, *options)
+        launch.to_its_end()
+        losses.append(launch.losses)
+        rewind(root, 3)
+    before, again = losses
+    assert list(before) == [1, 2, 3, 4, 5, 6]
+    assert again == {step: before[step] for step in (4, 5, 6)}
