@@ -17,8 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -238,7 +237,7 @@ def first_line(error: Exception) -> str:
 GLOO_THREADS = 8
 """Broadcasts in flight at a time: with torch's two, a receiver that is slow to wake up on busy
 cores has posted no further receive when one ends, and 4 MiB took 1.3 times as long."""
-NO_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 """torch's watchdog ends the process when a communicator fails, and a reader must not be able to end
 the trainer. With this variable, read when the group is made, torch starts no watchdog."""
 
@@ -405,21 +404,12 @@ def _create_backend(
         gloo = make_gloo_options(limit, GLOO_THREADS)
         return dist.ProcessGroupGloo(store, rank, world_size, gloo), torch.device("cpu")
     options = make_nccl_options(10 * limit)  # the group's own time-out is shorter
-    with _environment(NO_WATCHDOG):
-        made = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    return made, torch.device("cuda", torch.cuda.current_device())
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the block."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+    before, os.environ[NO_WATCHDOG] = os.environ.get(NO_WATCHDOG), "1"
     try:
-        yield
+        made = dist.ProcessGroupNCCL(store, rank, world_size, options)
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if before is None:
+            del os.environ[NO_WATCHDOG]
+        else:
+            os.environ[NO_WATCHDOG] = before
+    return made, torch.device("cuda", torch.cuda.current_device())
