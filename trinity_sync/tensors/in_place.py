@@ -29,6 +29,7 @@ from trinity_sync.tensors.deserialize import (
 from trinity_sync.tensors.dtensors import have_equal_bits
 from trinity_sync.tensors.memcpy import copy_pieces, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import count_users, get_shard, get_storage_id
+from trinity_sync.tensors.unshard import iter_tensors, join_keys
 
 logger = logging.getLogger(__name__)
 
@@ -366,12 +367,8 @@ def _match(saved: Any, live: Any) -> _Matching:
 
 def _tensors(value: Any, name: str) -> Iterator[str]:
     """Yield the names of the tensors in a nested state."""
-    if isinstance(value, torch.Tensor):
-        yield name[1:]
-    elif isinstance(value, Mapping | list | tuple):
-        inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, each in inner:
-            yield from _tensors(each, f"{name}.{key}")
+    for keys, _ in iter_tensors(value):
+        yield join_keys((name, *keys))[1:]
 
 
 def _find_difference(saved: torch.Tensor, live: torch.Tensor) -> str:
