@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,49 +59,41 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._saves = Counter(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        seconds = partial(Histogram, registry=self.registry)
+        self._saves = counter(
             "trinity_sync_saves",
             "Runs of save-step that ended, and whether a flow or the saver has saved the step",
             ["job", "kind", "outcome", "by"],
-            registry=self.registry,
         )
-        self._phases = Histogram(
+        self._phases = seconds(
             "trinity_sync_phase_seconds",
             "Seconds of a save from submission to commit: queue, write, commit",
             ["job", "kind", "phase"],
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self._stalls = Histogram(
+        self._stalls = seconds(
             "trinity_sync_stall_seconds",
             "Seconds for which a save stalled the training thread of the slowest rank of the role",
             ["job", "kind", "role"],
             buckets=_STALL_SECONDS,
-            registry=self.registry,
         )
-        self._bytes = Counter(
-            "trinity_sync_saved_bytes",
-            "Bytes that were written and committed",
-            ["job", "kind"],
-            registry=self.registry,
+        self._bytes = counter(
+            "trinity_sync_saved_bytes", "Bytes that were written and committed", ["job", "kind"]
         )
-        self._alarms = Counter(
+        self._alarms = counter(
             "trinity_sync_unhealthy_saves",
             "Committed saves with values that are not finite, or with parts that did not change",
             ["job", "kind"],
-            registry=self.registry,
         )
-        self._newest = Gauge(
-            "trinity_sync_newest_step",
-            "Newest committed step of the kind",
-            ["job", "kind"],
-            registry=self.registry,
+        self._newest = gauge(
+            "trinity_sync_newest_step", "Newest committed step of the kind", ["job", "kind"]
         )
-        self._age = Gauge(
+        self._age = gauge(
             "trinity_sync_newest_commit_age_seconds",
             "Seconds since the newest commit of the kind",
             ["job", "kind"],
-            registry=self.registry,
         )
 
     def count_committed_save(self, request: SaveRequest, done: "Committed") -> None:
