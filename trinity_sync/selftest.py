@@ -212,11 +212,7 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
 def _measure_copy(source: torch.Tensor) -> float:
     """Return the median seconds of a copy into warm memory of this process."""
     target = torch.empty(source.shape, pin_memory=source.device.type == "cuda", device="cpu")
-
-    def copy() -> None:
-        target.copy_(source)
-
-    return _measure(copy)
+    return _measure(lambda: target.copy_(source))
 
 
 def _measure_write(source: torch.Tensor, folder: Path) -> float:
@@ -232,7 +228,7 @@ def _measure_write(source: torch.Tensor, folder: Path) -> float:
     return _measure(write)
 
 
-def _measure(work: Callable[[], None]) -> float:
+def _measure(work: Callable[[], object]) -> float:
     seconds = []
     for _ in range(TURNS + 1):
         began = time.perf_counter()
