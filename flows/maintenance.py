@@ -220,12 +220,7 @@ async def _create_findings_artifacts(found: Sequence[Finding], settings: Setting
             key=key,
             description=f"{repaired} repaired, {len(findings) - repaired} left",
             table=[
-                {
-                    "state": finding.state,
-                    "what": finding.what,
-                    "why": finding.why,
-                    "where": finding.where,
-                }
+                {name: getattr(finding, name) for name in ("state", "what", "why", "where")}
                 for finding in findings
             ],
         )
