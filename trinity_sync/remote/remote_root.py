@@ -239,10 +239,9 @@ class Remote:
         folder, gone = self._path(step, ""), suppress(NotImplementedError, FileNotFoundError)
         with self._translate_errors(f"clean up step {step} in"), gone:
             found, now = self._fs.find(folder), time.time()
-            times = (self._fs.modified(path).timestamp() for path in found)
-            if folder + MANIFEST not in found and not any(
-                is_recent(at, now, within_s) for at in times
-            ):
+            times = [self._fs.modified(path).timestamp() for path in found]
+            is_in_use = any(is_recent(at, now, within_s) for at in times)
+            if not is_in_use and folder + MANIFEST not in found:
                 self._remove_folder(folder)
 
     def remove_others(self, manifest: Manifest) -> None:
