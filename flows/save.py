@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from prefect import flow, get_run_logger, task
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.context import FlowRunContext
 from prefect.states import Completed, Crashed, Failed
 
 from flows.maintenance import request_replication
@@ -41,6 +40,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.orchestration import metrics, on_node, run_page
 from trinity_sync.orchestration.on_node import Outcome, persist_node
+from trinity_sync.orchestration.prefect_compat import FlowRunContext
 from trinity_sync.orchestration.recovery.flow_runs import WAITING, describe_end, try_tell
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.run_page import FailedTask, StepOutcome, make_failed_task

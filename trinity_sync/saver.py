@@ -143,7 +143,7 @@ class FlowRunRequests:
                             told = read_entry(request)
                             if told is None:
                                 raise RequestRefusedError(
-                                    "its flow run was set to Completed before it had begun. Run: "
+                                    "the stack has it as Completed, and has not begun it. Run: "
                                     f"trinity-sync retry {request.root} {request.step}"
                                 )
                             if told.has_ended:  # the images came too late for it

@@ -428,10 +428,9 @@ def _normalize(url: str) -> str:
 
 def knows_server(settings: Settings) -> bool:
     """Return whether a variable, or the file of a local stack, names a server."""
-    try:
+    with suppress(PrefectApiError):  # what asks the server is told
         return bool(os.environ.get("PREFECT_API_URL") or read_local_stack(settings.home)[0])
-    except PrefectApiError:  # as what asks the server is told
-        return True
+    return True
 
 
 def read_local_stack(home: Path) -> tuple[str, str]:

@@ -84,6 +84,9 @@ propose_state: Callable[..., Any] = look_up("prefect.utilities.engine.propose_st
 """Propose a state of a run to the server. If it is gone: ``client.set_flow_run_state`` without
 force, whose answer says whether the server rejects or delays the state."""
 
+FlowRunContext: Any = look_up("prefect.context.FlowRunContext")
+"""Has the flow run that runs here, with its key. If it is gone: read the run of ``flow_run.id``."""
+
 parameter_schema: Callable[[Flow[..., Any]], Any] = look_up(
     "prefect.utilities.callables.parameter_schema"
 )

@@ -274,12 +274,10 @@ LOWEST = 1024
 
 def is_own_address(host: str) -> bool:
     """Return whether a host name or address is one of this machine."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return True
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((host, 0))
+        return True
+    return False
 
 
 def free_port(preferred: str = "", host: str = "127.0.0.1", *, first: int = 0) -> int:
