@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import environment
-from tests.support.answers import server
+from tests.support.answers import server, serving
 from tests.support.command import invoke
 from tests.support.job import Job
 from tests.support.savers import await_that, end_savers
@@ -183,6 +183,15 @@ def test_a_trainer_whose_address_is_no_prefect_server_says_which_it_asked(
             watcher.close()
             end_savers(spool_folder)
         assert any(said in message and url in message for message in caplog.messages)
+
+
+def test_a_server_of_others_may_answer_with_fewer_runs_at_a_time(tmp_path: Path) -> None:
+    def answer(_: object, body: str) -> tuple[int, str]:
+        return (422, "{}") if json.loads(body).get("limit", 0) > 50 else (200, "[]")
+
+    with serving(answer) as url:
+        settings = Settings(home=tmp_path)
+        assert ask_server(settings, lambda api: api.read_job_runs("job"), f"{url}/api") == []
 
 
 def test_a_server_of_another_protocol_is_no_prefect_server() -> None:
