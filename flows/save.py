@@ -29,6 +29,7 @@ from tasks.save import (
     create_failure_artifact,
     upload,
 )
+from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.errors import (
     RootAwayError,
     SaveError,
@@ -270,7 +271,8 @@ class FlowDriver(Driver):
     async def tell(self, state: SaveState, why: str) -> None:
         """Write into the journal how the run ends, which a server may not take or may have lost."""
         if run := self._run:
-            await try_tell(self.request, state, why, url="", start=run.run_count)
+            url = PrefectApi(on_node.read_settings()[0]).get_page(run.id)
+            await try_tell(self.request, state, why, url=url, start=run.run_count)
 
     async def _find_nodes(self) -> None:
         nodes = await run_in_thread(NODES.repeat, self._await_nodes, self.request.run_name)

@@ -365,14 +365,13 @@ def _retention_variables(stack: StackSettings) -> dict[str, str]:
 
 def accepts_connections(address: str) -> bool:
     """Return whether a server listens at ``host:port`` or a URL; True if neither names a port."""
-    try:
+    with suppress(OSError, ValueError):
         parsed = urlsplit(address if "//" in address else f"//{address}")
         port = parsed.port or {"http": 80, "https": 443}.get(parsed.scheme)
         if parsed.hostname and port:
             socket.create_connection((parsed.hostname, port), timeout=5).close()
-    except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _start(name: str, command: list[str], settings: Settings, env: dict[str, str]) -> Daemon:
@@ -432,12 +431,11 @@ def _secret(home: Path, name: str, *, user: str = "") -> str:
 
 def _is_secret(path: Path) -> bool:
     """Return whether a file exists that only this user can read and write."""
-    try:
+    with suppress(FileNotFoundError):
         found = path.lstat()
-    except FileNotFoundError:
-        return False
-    private = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return private and stat.S_ISREG(found.st_mode) and found.st_size > 0
+        private = found.st_uid == os.getuid() and not found.st_mode & 0o077
+        return private and stat.S_ISREG(found.st_mode) and found.st_size > 0
+    return False
 
 
 TIMEOUT_S = 30.0

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 from trinity_sync.storage.job_settings import JobSettings, read_job_settings, write_job_settings
 from trinity_sync.storage.manifest import read_run_head
+
+RUN = UUID(int=7)
+
+
+@pytest.fixture(autouse=True)
+def known_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
 
 
 @pytest.fixture
@@ -161,7 +169,7 @@ def test_a_run_tells_itself_that_it_has_failed_unless_a_user_has_made_it_of_a_sa
     async def fail(*_: object, **__: object) -> None:
         raise why
 
-    run = SimpleNamespace(run_count=2) if is_own else None
+    run = SimpleNamespace(run_count=2, id=RUN) if is_own else None
     monkeypatch.setattr(flows.save.FlowDriver, "_run", run)
     monkeypatch.setattr(flows.save.FlowDriver, "_persist", fail)
     monkeypatch.setattr(flows.save, "run_on_node", call)
@@ -173,8 +181,9 @@ def test_a_run_tells_itself_that_it_has_failed_unless_a_user_has_made_it_of_a_sa
     with pytest.raises(type(why)):
         asyncio.run(flows.save.save_step.fn(job.request(1)))
     told = read_entry(job.request(1))
-    assert (told and (told.state, told.start, told.message)) == (
-        ("failed", 2, str(why)) if is_own else None
+    page = f"http://127.0.0.1:9/runs/flow-run/{RUN}"
+    assert (told and (told.state, told.start, told.message, told.url)) == (
+        ("failed", 2, str(why), page) if is_own else None
     )
     assert [image.failed for image in job.spool.tickets()[0]] == [is_own]
 
@@ -244,8 +253,7 @@ def drive(
         await waiting
 
     with pytest.MonkeyPatch.context() as patch:
-        run = SimpleNamespace(run_count=start, idempotency_key=request.key)
-        patch.setattr(flows.save.FlowDriver, "_run", run)
+        patch.setattr(flows.save.FlowDriver, "_run", SimpleNamespace(run_count=start, id=RUN))
         patch.setattr(flows.save, "get_run_logger", logging.getLogger)
         asyncio.run(asyncio.wait_for(await_the_end(), 60))
 
