@@ -1,5 +1,6 @@
 """The command in this process."""
 
+import logging
 from collections.abc import Mapping
 
 from click.testing import Result
@@ -10,6 +11,10 @@ from trinity_sync.cli.commands import app
 
 def invoke(*arguments: object, env: Mapping[str, str] | None = None) -> Result:
     """Run the command without a terminal, with ``env`` added to this environment."""
-    return CliRunner().invoke(
-        app, [str(each) for each in arguments], env={"COLUMNS": "200", **(env or {})}
-    )
+    before = [*logging.root.handlers]
+    try:
+        return CliRunner().invoke(
+            app, [str(each) for each in arguments], env={"COLUMNS": "200", **(env or {})}
+        )
+    finally:  # Prefect's, which may be imported meanwhile, writes to this call's stderr
+        logging.root.handlers[:] = before
