@@ -444,7 +444,7 @@ class Saver:
         """Save, in the place of what has begun it before."""
         request, over, kills = save.request, save.over, save.kills
         began, failure, waits = time.monotonic(), "", False
-        driver = SaverDriver(request, self._stack, self._spool, self._node)
+        driver = self._make_driver(request)
         begun = self._spool / request.job / f"{request.key_digest}{BEGUN}"
         why = over.message if over and over.is_left else ""
         try:  # what is raised outside of it would leave the save begun for ever
@@ -505,6 +505,9 @@ class Saver:
                 return
             if known.is_left or quiet.pause():
                 append(request, "failed", failure, over=known, patience_s=PATIENCE_S)
+
+    def _make_driver(self, request: SaveRequest) -> SaverDriver:
+        return SaverDriver(request, self._stack, self._spool, self._node)
 
 
 def _has_writer(pipe: int) -> bool:
