@@ -73,7 +73,7 @@ from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.placement import NodeRanks
 from trinity_sync.storage.restore import load_states
 
-MOST_CALLED = 92
+MOST_CALLED = 93
 """Functions of trinity_sync that a save of an unchanged structure calls on the training thread."""
 
 
