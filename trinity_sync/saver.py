@@ -234,8 +234,9 @@ class Saver:
         """Pipe to which a thread writes as it ends."""
 
     def hurry(self, *_: object) -> None:
-        """Leave nothing to the stack any longer; a handler of SIGTERM, which a whole node gets."""
+        """Leave nothing to the stack or to idle cores; a handler of SIGTERM, which a node gets."""
         self._terminates = True
+        lower_session_priority(os.getpid(), 0)  # to the usual one, which needs no privilege
         self._look_again()
 
     def _look_again(self) -> None:

@@ -317,8 +317,7 @@ def lay_out(
     if read:
         with suppress(Exception):  # another thread changes it: the walk is of what is pickled
             read = None
-            state = _isolate(state, {})
-            read = _walk_state(state)
+            read = _walk_state(state := _isolate(state, {}))
     saved = state.detached() if type(state) is UndetachedStateDict else state
     with _aligned(alignment):
         try:

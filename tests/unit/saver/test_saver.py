@@ -103,6 +103,8 @@ def test_the_session_of_a_saver_yields_to_the_training(
     group = Path(f"/proc/{saver.pid}/autogroup")
     if group.exists() and (told := group.read_text()):  # otherwise that of its threads counts
         assert told.split()[-1] == "19"
+        saver.terminate()  # its node ends: what is not committed soon may be lost
+        await_that(lambda: group.read_text().split()[-1] == "0", "the usual priority")
 
 
 def test_a_saver_opens_as_many_files_as_the_images_of_its_node_need(
