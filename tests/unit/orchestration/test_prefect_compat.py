@@ -32,7 +32,7 @@ PROJECT = Path(trinity_sync.__file__).parents[1]
 MODULE = Path(prefect_compat.__file__)
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 DOCUMENTED = re.compile(
-    r"prefect(\.(artifacts|client\.orchestration|client\.schemas\.\w+|context|events(\.[\w.]+)?|exceptions"
+    r"prefect(\.(artifacts|client\.orchestration|client\.schemas\.\w+|events(\.[\w.]+)?|exceptions"
     r"|flows|futures|runtime|settings|states|tasks|workers\.base))?\.\w+"
 )
 """Public names that Prefect describes; all others belong into the guarded module."""
