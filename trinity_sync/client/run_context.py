@@ -71,6 +71,8 @@ class RunContext:
         """Runs that have begun after this one, as of the last `notice_later_runs`."""
         self._is_superseded = False
         self._opening = threading.RLock()  # a signal's handler may save while it is held
+        self._begins: tuple[int, int, Sequence[Parent]] | None = None
+        """Step, its run and parents, while `begin_at` waits: a handler's save is of that run."""
         self._lock = ExitStack()
         self._loaded: dict[Parent, None] = {}
         """The steps that this process has loaded with `Checkpoints` since, in order."""
@@ -88,8 +90,8 @@ class RunContext:
         with self._opening:  # threads that stage call it as well
             if self._run is None:
                 with self._require_writable():
-                    self._run, began = self._join(0, parents=[*self._loaded])
-                if began:
+                    self._run, began = self._join(*(self._begins or (0, 0, [*self._loaded])))
+                if began and not self._begins:
                     self._warn_of_earlier_steps(self._run)
             return self._run
 
@@ -109,15 +111,17 @@ class RunContext:
                 try:
                     with self._require_writable():
                         loaded = read_run_number(self._root, step)
-                        parents = self._describe(step)
-                        run, began = self._join(step, loaded, parents)
+                        self._begins = step, loaded, self._describe(step)
+                        run, began = self._join(*self._begins)
                         if began and loaded:
                             self._warn_of_later_foreign_step(run)
                         if run.resumed_from != step:  # its process had nothing to load
-                            run = record_resume(self._root, run, step, loaded, parents)
+                            run = record_resume(self._root, run, *self._begins)
                         self._run = run
                 except RootError as error:
                     self._unwritable = error.__cause__
+                finally:
+                    self._begins = None
             names = {f"{role}/{name}" for role in left_out for name in left_out[role]}
             if self._run and names != {*list_left_out(self._run, left_out)}:
                 with suppress(OSError):  # the disk is full: what was loaded is good

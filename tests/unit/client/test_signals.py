@@ -36,7 +36,7 @@ from trinity_sync.layout import step_folder
 from trinity_sync.snapshot.ticket import ticket_path
 from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.restore import load_states
-from trinity_sync.storage.runs import join_run
+from trinity_sync.storage.runs import Run, join_run, list_runs
 
 
 @pytest.fixture
@@ -409,6 +409,30 @@ def test_a_handler_may_save_while_a_lock_is_held(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     job.commit(4)
+
+
+def test_what_a_handler_saves_while_a_run_begins_at_a_step_supersedes_none_up_to_it(
+    saves: Saves, job: Job, coordinator_of: Open
+) -> None:
+    for step in (2, 3):
+        saves.save(step, {"model": {"w": torch.ones(3)}})
+        job.commit(step)
+    saves.close(timeout=0)
+    resumed = coordinator_of(run_key="resumed")
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is join_run.__code__:
+            sys.setprofile(None)
+            resumed.save(4, {"model": {"w": torch.ones(3)}})
+            seen.extend(list_runs(job.root))
+
+    seen: list[Run] = []
+    sys.setprofile(interrupt)
+    try:
+        resumed.load(3)
+    finally:
+        sys.setprofile(None)
+    assert {run.number: run.resumed_from for run in seen} == {1: 0, 2: 3}
 
 
 def test_a_handler_may_save_while_the_saver_is_woken(tmp_path: Path) -> None:
