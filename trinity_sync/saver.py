@@ -269,8 +269,10 @@ class Saver:
             os.close(os.open(self._wake, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             while not self._ends(pipe):
                 works = True
-                with suppress(OSError, RuntimeError):  # it lacks files or threads: it looks again
+                try:
                     works = self._look()
+                except (OSError, RuntimeError) as error:  # it lacks files or threads
+                    warn_once(f"cannot look for saves, will retry: {error}")
                 if self._pause(pipe) or works:
                     self._idle_until = time.monotonic() + LINGER_S
         finally:

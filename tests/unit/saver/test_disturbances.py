@@ -38,7 +38,7 @@ from trinity_sync.client.saver_control import (
     find_saver,
     name_saver,
 )
-from trinity_sync.errors import RootError, SaveError, SaveFailedError, SpoolError
+from trinity_sync.errors import RootError, SaveError, SaveFailedError, SpoolError, warn_once
 from trinity_sync.fs.atomic import walk_files
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
 from trinity_sync.pipeline import save as pipeline
@@ -518,9 +518,11 @@ def test_a_saver_that_can_start_no_thread_or_open_no_file_commits_once_it_can(
     settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
     lack: Callable[[], AbstractContextManager[None]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(saver_module, "LOOK_S", 0.01)
     monkeypatch.setattr(saver_module, "LINGER_S", 0.1)
+    warn_once.cache_clear()
     looks = []
 
     class Counting(Saver):
@@ -544,6 +546,7 @@ def test_a_saver_that_can_start_no_thread_or_open_no_file_commits_once_it_can(
                 with pytest.raises(RuntimeError, match="thread"):
                     saver._look_at(job.spool)
             assert saver._saves == {}
+    assert caplog.text.count("cannot look for saves, will retry: ") == 1
     await_that(lambda: read_manifest(job.root, 1), "step 1 is committed")
     serving.join(60)
     assert not serving.is_alive()
