@@ -531,7 +531,7 @@ def _isolate(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
     if kind is list:
         copied += [_isolate(item, copies) for item in value]
     elif kind is not np.ndarray:
-        copied.update((key, _isolate(item, copies)) for key, item in value.items())
+        copied |= {_isolate(key, copies): _isolate(item, copies) for key, item in value.items()}
     if kind is OrderedDict:
         copies[id(vars(value))] = vars(value), vars(copied)
         vars(copied).update((key, _isolate(each, copies)) for key, each in vars(value).items())

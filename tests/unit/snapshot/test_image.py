@@ -391,6 +391,13 @@ def test_metadata_of_a_modules_state_that_changes_is_laid_out_again() -> None:
     assert lay_out(state, known)[0] is not known
 
 
+def test_a_key_that_is_a_value_as_well_is_known_again() -> None:
+    key = (1, 2)
+    state = {"shapes": {key: 1}, "last": key}
+    known, _ = lay_out(state)
+    assert lay_out(state, known)[0] is known
+
+
 def test_arrays_and_random_states_are_taken_by_value() -> None:
     numbers = np.arange(5)
     state = {"numpy": np.random.get_state(), "array": numbers, "cpu": torch.get_rng_state()}
