@@ -266,8 +266,8 @@ class TrinityMethods:
         self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
         watch = self._registry.run_in_background(self._members.watch(None, lambda: False))
         self._waits += 1
-        await self._registry.notify()
         try:
+            await self._registry.notify()
             await self._registry.until(answer, self._settings.timeout_s)
         finally:
             watch.cancel()

@@ -21,6 +21,7 @@ from trinity_sync.weights import actor_registry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import read_address
 from trinity_sync.weights.sync_barrier import SyncSettings
+from trinity_sync.weights.trinity_methods import TrinityMethods
 from trinity_sync.weights.versions import ImageRef, Version
 
 
@@ -212,6 +213,21 @@ def test_an_explorer_that_ends_leaves_the_request_of_another_one_of_its_name(
     ask(synchronizer.notify_no_new_model_state_dict.remote())
     assert ask(wait) == 0
     assert not ask(synchronizer.explorer_requires_sync.remote())
+
+
+def test_a_wait_that_is_cancelled_at_once_leaves_no_request_for_a_sync(
+    ray_node: None, root: Path, namespace: str
+) -> None:
+    async def story() -> bool:
+        methods = TrinityMethods(str(root), namespace, SyncSettings())
+        await methods.set_trainer_status("running")
+        wait = asyncio.create_task(methods.wait_new_model_state_dict(0))
+        await asyncio.sleep(0)
+        wait.cancel()
+        await asyncio.gather(wait, return_exceptions=True)
+        return await methods.explorer_requires_sync()
+
+    assert asyncio.run(story()) is False
 
 
 def test_a_synchronizer_killed_during_a_run_restarts_with_the_right_version(
