@@ -166,7 +166,8 @@ def list_leases(root: str | Path, *, clock: Callable[[], float] | None = None) -
     the root's file system, unless ``clock`` returns it.
     """
     names = list_uncached(Path(root) / PRIVATE_FOLDER / "leases", "[0-9]*.json")
-    steps = {path: step for path in names if (step := _parse_step(path)) is not None}
+    numbers = ((path, parse_number(path.name.partition(".")[0])) for path in names)
+    steps = {path: step for path, step in numbers if step is not None}
     now = clock() if clock else read_file_system_time(root) if steps else 0.0
     found = []
     for path, step in sorted(steps.items()):
@@ -226,10 +227,6 @@ def _read_valid_lease(path: Path, step: int, now: float) -> Lease | None:
         lease = Lease(**vars(found), path=path)
     gone = lease.host == read_process_namespace() and not is_process_alive(lease.process)
     return None if gone or now > acquired_at + lease.ttl_s else lease
-
-
-def _parse_step(path: Path) -> int | None:
-    return parse_number(path.name.partition(".")[0])
 
 
 _LATEST = re.compile(r"(latest|healthy)(?:~(\d{1,9}))?")

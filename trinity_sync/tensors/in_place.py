@@ -129,7 +129,8 @@ def plan_filling(image: memoryview, live: Any) -> Filling:
     by_storage = defaultdict[int, list[Pair]](list)
     for pair in matching.pairs:
         by_storage[get_storage_id(pair.source.untyped_storage())].append(pair)
-    if lost := [key for key, pairs in by_storage.items() if key not in storages and _size(pairs)]:
+    sizes = {key: sum(each.source.nbytes for each in pairs) for key, pairs in by_storage.items()}
+    if lost := [key for key, nbytes in sizes.items() if nbytes and key not in storages]:
         raise ImageError(f"{len(lost)} storages of the state are not in the file")
     for key in storages.keys() - by_storage.keys():  # such as the ranks of meshes
         unread = storages.pop(key)
@@ -154,10 +155,6 @@ def plan_filling(image: memoryview, live: Any) -> Filling:
             pair.source.data = pair.live  # an object that has the tensor as well sees its values
     filling.spans.sort(key=attrgetter("start"))
     return filling
-
-
-def _size(pairs: Sequence[Pair]) -> int:
-    return sum(pair.source.nbytes for pair in pairs)
 
 
 def _view_saved(
