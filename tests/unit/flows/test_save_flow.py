@@ -188,6 +188,16 @@ def test_a_run_tells_itself_that_it_has_failed_unless_a_user_has_made_it_of_a_sa
     assert [image.failed for image in job.spool.tickets()[0]] == [is_own]
 
 
+def test_a_run_tells_itself_that_it_has_completed(
+    job: Job, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    monkeypatch.setattr(flows.save.FlowDriver, "_run", SimpleNamespace(run_count=2))
+    asyncio.run(flows.save.save_step.fn(job.request(1)))
+    told = read_entry(job.request(1))
+    assert told
+    assert (told.state, told.start, told.message) == ("completed", 2, "")
+
+
 def test_a_run_whose_root_is_away_is_left_to_be_retried_and_marks_no_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:

@@ -13,7 +13,7 @@ from trinity_sync.client import init_root
 from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.client.init_root import probe_capabilities, require_capabilities
 from trinity_sync.errors import ConfigError, RootError
-from trinity_sync.fs.file_system import find_mount
+from trinity_sync.fs.file_system import CLOCKS_DIFFER_S, find_mount, is_recent
 from trinity_sync.layout import split_role_path
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.storage.block_reuse import can_reuse_blocks
@@ -158,6 +158,16 @@ def test_a_url_is_no_root_and_no_folder_is_made_of_it(
     with pytest.raises(ConfigError, match="jobs set ROOT remote="):
         split_role_path(f"{root}/global_step_4/actor")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "recent"),
+    [(-CLOCKS_DIFFER_S, False), (1 - CLOCKS_DIFFER_S, True), (59, True), (60, False)],
+)
+def test_a_time_is_recent_also_by_a_clock_that_is_a_little_ahead(
+    ago_s: float, recent: bool
+) -> None:
+    assert is_recent(1e9 - ago_s, 1e9, 60) is recent
 
 
 def test_a_probe_that_was_killed_is_removed_unless_it_is_new(root: Path) -> None:

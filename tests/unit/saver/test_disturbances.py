@@ -40,6 +40,7 @@ from trinity_sync.client.saver_control import (
 )
 from trinity_sync.errors import RootError, SaveError, SaveFailedError, SpoolError, warn_once
 from trinity_sync.fs.atomic import walk_files
+from trinity_sync.fs.locks import has_no_other_users
 from trinity_sync.layout import PRIVATE_FOLDER, attaching_folder, step_folder
 from trinity_sync.pipeline import save as pipeline
 from trinity_sync.pipeline.pending import find_pending_saves
@@ -197,6 +198,12 @@ def test_a_save_is_repeated_once_threads_can_be_started_again(job: Job, begun: b
         recovery.emit(logging.makeLogRecord({}))
         log.removeHandler(recovery)
     assert find_newest(job.root).step == 1
+
+
+def test_a_slot_may_have_readers_where_no_thread_can_be_started_that_asks(tmp_path: Path) -> None:
+    (slot := tmp_path / "slot").touch()
+    with no_thread_starts():
+        assert not has_no_other_users(slot)
 
 
 def kill_savers(spool: Path) -> None:

@@ -149,11 +149,18 @@ def test_a_process_is_known_and_left_alone_whatever_bytes_it_has_for_a_name(
 ) -> None:
     assert Path(f"/proc/{named}/comm").read_bytes() == b"ray) S 1 (\xe5\x8f\x82\xe6\x95\n"
     assert psutil.Process(named).ppid() == os.getpid()
+    began = Path(f"/proc/{named}/stat").read_text(errors="ignore").split()[-31]
+    assert read_process_identity(named) == f"{named}/{began}"
     assert is_process_alive(read_process_identity(named))
     sleeper = start("import time; time.sleep(60)", tmp_path)
     daemon.stop(sleeper, 5)
     assert not sleeper.lives
     assert is_process_alive(read_process_identity(named))
+
+
+@pytest.mark.parametrize("name", ["0/5", "-1/5", f"{1 << 40}/5", "five/5", ""])
+def test_a_name_that_no_process_can_have_is_of_none_that_lives(name: str) -> None:
+    assert not is_process_alive(name)
 
 
 IDENTITY = """

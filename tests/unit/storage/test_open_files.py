@@ -1,6 +1,7 @@
 """Files that code of others opens by name: what it reads is what was compared."""
 
 import ast
+import os
 import resource
 import tempfile
 from collections.abc import Callable, Iterator
@@ -108,10 +109,12 @@ signal.pause()
 """
 
 
+@pytest.mark.parametrize("dated", ["now", "in the future"])
 def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next(
-    job: Job, step: Manifest, monkeypatch: pytest.MonkeyPatch
+    job: Job, step: Manifest, monkeypatch: pytest.MonkeyPatch, dated: str
 ) -> None:
-    monkeypatch.setattr(restore, "_NEW_S", -1.0)
+    if dated == "now":
+        monkeypatch.setattr(restore, "_NEW_S", -1.0)
     other = Program(KILLED, tempfile.gettempdir(), job.root, talks=True)
     with OpenFiles(job.root, step) as files:
         theirs = Path(other.stdout.readline().strip())
@@ -121,6 +124,8 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next(
             assert theirs.exists()
         finally:
             other.clear()
+        if dated == "in the future":  # of a clock that was set back since
+            os.utime(theirs, (9e9, 9e9))
         files.make_folder("two", {"file": PATH})
         assert not theirs.exists()
         assert (ours / "file").exists()
