@@ -27,7 +27,7 @@ from trinity_sync.tensors.deserialize import (
     find_fault,
 )
 from trinity_sync.tensors.dtensors import have_equal_bits
-from trinity_sync.tensors.memcpy import copy_pieces, count_spanned, view_bytes, view_memory
+from trinity_sync.tensors.memcpy import copy_pieces, view_bytes, view_memory
 from trinity_sync.tensors.torch_private import count_users, get_shard, get_storage_id
 from trinity_sync.tensors.unshard import iter_tensors, join_keys
 
@@ -327,7 +327,8 @@ class _Matching:
 
 def _span(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last."""
-    return count_spanned(tensor) * tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
 def _get_place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -178,16 +178,13 @@ def view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def count_spanned(tensor: torch.Tensor) -> int:
-    """Return the number of elements from the first of a strided tensor to its last in memory."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-
-
 def exceeds_storage(tensor: torch.Tensor) -> bool:
     """Return whether a strided tensor has elements beyond its storage, which was resized."""
-    end = (tensor.storage_offset() + count_spanned(tensor)) * tensor.element_size()
-    return tensor.numel() > 0 and end > tensor.untyped_storage().nbytes()
+    if not tensor.numel():
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    end = tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    return bool(end * tensor.element_size() > tensor.untyped_storage().nbytes())
 
 
 def _copy_until_empty(pieces: "deque[Piece]", copy: Copy) -> None:

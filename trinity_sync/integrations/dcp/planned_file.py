@@ -37,7 +37,6 @@ from trinity_sync.client.coordinator import CheckpointCoordinator
 from trinity_sync.errors import ConfigError, ImageError
 from trinity_sync.snapshot.image import LaidOut, Layout, Storages, lay_out, require_data
 from trinity_sync.tensors.archive import ITEM_ALIGNMENT
-from trinity_sync.tensors.memcpy import count_spanned
 from trinity_sync.tensors.torch_private import get_spec_and_shard
 from trinity_sync.tensors.torch_private_dcp import disable_plan_cache, make_dcp_place
 
@@ -198,7 +197,7 @@ class PlannedFile(NoStorage):
         plain = type(tensor) is torch.Tensor
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return lay_out(tensor.to("cpu", copy=True), alignment=ITEM_ALIGNMENT)
-        if count_spanned(tensor) != tensor.numel():  # a view with gaps or overlaps
+        if _count_spanned(tensor) != tensor.numel():  # a view with gaps or overlaps
             tensor = tensor.contiguous()
         storage = tensor.untyped_storage()
         if storage.nbytes() != tensor.nbytes:  # a view of a part
@@ -294,3 +293,10 @@ def make_done(results: list[WriteResult]) -> Future[list[WriteResult]]:
     done: Future[list[WriteResult]] = Future()
     done.set_result(results)
     return done
+
+
+def _count_spanned(tensor: torch.Tensor) -> int:
+    """Return the number of elements from the first of a tensor to its last in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
