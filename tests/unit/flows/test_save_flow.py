@@ -13,6 +13,7 @@ from uuid import UUID
 
 import pytest
 import torch
+from prefect.context import FlowRunContext
 
 import flows.save
 import tasks.save
@@ -186,6 +187,13 @@ def test_a_run_tells_itself_that_it_has_failed_unless_a_user_has_made_it_of_a_sa
         ("failed", 2, str(why), page) if is_own else None
     )
     assert [image.failed for image in job.spool.tickets()[0]] == [is_own]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_run_that_a_user_has_made_of_a_save_is_not_its_run(job: Job, is_own: bool) -> None:
+    run = SimpleNamespace(idempotency_key=job.request(1).key if is_own else None)
+    with FlowRunContext.model_construct(flow_run=run):
+        assert flows.save.FlowDriver(job.request(1))._run is (run if is_own else None)
 
 
 def test_a_run_tells_itself_that_it_has_completed(

@@ -492,6 +492,8 @@ def test_what_a_killed_upload_or_removal_has_left_is_removed_once_it_is_of_no_sa
     with try_acquire_file_lock(sending_lock(job.root, any_url)):
         assert prune() == [1, 2, 3, 4]
     assert prune() == [3, 4]
+    remote.remove_leftovers(4, 0.0)  # as if it was committed since the list
+    assert remote.read_step(4).state == "valid"
     assert replicate(job.root, any_url, 3).uploaded == 2
 
 

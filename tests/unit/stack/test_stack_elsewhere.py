@@ -89,9 +89,7 @@ def test_status_says_that_the_disk_of_the_server_is_full(
     assert (done.exit_code, "3 run(s) waiting" in done.output) == (3, True)
     assert f"free in {tmp_path}: the server records nothing. Make room" in done.output
     with environment({"PREFECT_API_URL": ""}):
-        assert local_stack.status(Settings(home=tmp_path, saver="auto")).reason == "", (
-            "none is used"
-        )
+        assert local_stack.status(Settings(home=tmp_path, saver="auto")).reason == ""
 
 
 def test_a_stack_is_here_also_once_its_machine_has_another_name(
