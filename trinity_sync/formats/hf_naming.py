@@ -202,9 +202,9 @@ class Architecture:
                 if untied:
                     config.tie_word_embeddings = False
                     config.get_text_config().tie_word_embeddings = False
-                made = {"dtype": torch.bfloat16, "trust_remote_code": trusts}
+                config.dtype = torch.bfloat16  # also of a model in it, as of a critic
                 with torch.device("meta"):  # where it makes in float32 what `find_kept` finds
-                    shell = find_auto_class(config).from_config(config, **made)
+                    shell = find_auto_class(config).from_config(config, trust_remote_code=trusts)
             except (OSError, ValueError, KeyError) as error:
                 if isinstance(error, ConfigError):
                     raise

@@ -163,7 +163,7 @@ def publish(job: Job, folder: WeightFolder, step: int, state: Any) -> Path:
 
 
 QUICK = {"qwen2 tied", "gpt2", "qwen3_moe", "glm4_moe", "qwen2_5_vl"}
-QUICK |= {"hunyuan_v1_moe"}
+QUICK |= {"hunyuan_v1_moe", "qwen2 critic"}
 QUICK_ADAPTERS = {"rsLoRA", "DoRA", "a trained head of a tied model", "trained tokens", "PiSSA"}
 QUICK_ADAPTERS |= {"ranks and alphas", "expert parameters", "embeddings trained in place"}
 QUICK_ALONE = {"a trained head", "biases", "a tensor that layers share"}
