@@ -17,5 +17,5 @@ def root(tmp_path: Path) -> Path:
 def saves(saves: CheckpointCoordinator) -> CheckpointCoordinator:
     """A job whose step 1 is committed."""
     saves.save(1, {"model": {"w": torch.ones(10)}})
-    saves.wait_all(120)
+    saves.wait_all(250)
     return saves

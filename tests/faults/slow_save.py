@@ -51,7 +51,7 @@ def find_part(settings: Settings, name: str) -> psutil.Process:
 def kill_worker(settings: Settings, number: signal.Signals = signal.SIGKILL) -> None:
     worker = find_part(settings, "worker")
     worker.send_signal(number)
-    worker.wait(30)
+    worker.wait(250)
 
 
 def kill_server(settings: Settings) -> None:
@@ -69,5 +69,5 @@ def ray_processes(settings: Settings, title: str) -> list[psutil.Process]:
 
 def assert_saves_on(saves: CheckpointCoordinator) -> None:
     saves.save(3, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(120)
+    saves.wait_all(250)
     assert find_newest(saves.root).step == 3

@@ -32,7 +32,7 @@ def saves(
     settings = stack_settings.model_copy(update={"saver": "auto", "saver_after_s": 600.0})
     with CheckpointCoordinator(root, settings=settings) as made:
         made.save(1, {"model": {"w": torch.ones(10)}})
-        made.wait_all(120)
+        made.wait_all(250)
         assert not is_by_saver(root, 1)
         yield made
     end_savers(settings.spool)

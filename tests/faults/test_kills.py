@@ -52,7 +52,7 @@ def test_the_flows_process_killed_in_mid_write(
     local_stack.up(stack_settings)
     assert_committed(root, 2)
     assert api.ended(api.run_of(key(saves, 2)).id).run_count == 2
-    saves.wait_all(60)
+    saves.wait_all(250)
     assert_saves_on(saves)
 
 

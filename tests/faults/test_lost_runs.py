@@ -251,7 +251,7 @@ def test_what_a_killed_ray_node_has_left_is_ended_before_the_next_one_starts(
     local_stack.up(stack_settings)
     assert not left_of(processes)
     saves.save(3, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(90)
+    saves.wait_all(250)
     assert read_manifest(root, 3)
 
 

@@ -34,7 +34,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
             for saves in ranks:
                 saves.save(1, {"model": STATE})
             for saves in ranks:
-                saves.wait_all(120)
+                saves.wait_all(250)
             await_freed(*ranks)
 
             ranks[0].save(2, {"model": STATE})  # a task on the other node waits for its rank
@@ -47,7 +47,7 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
             kill(node)
             lost = r"step 2 .*node doomed, which holds role actor rank 1, has not written them"
             with pytest.raises(SaveFailedError, match=lost):
-                ranks[0].wait_all(120)
+                ranks[0].wait_all(250)
             run = api.ended(api.run_of(key_of(root, 2)).id)
             assert run.state.is_failed()
             api.ended_tasks(run, "persist-model")
@@ -59,11 +59,11 @@ def test_a_node_that_dies_before_its_images_are_persisted_fails_the_step_and_no_
             for saves in ranks:  # whether Ray knows by now or not
                 saves.save(3, {"model": STATE})
             with pytest.raises(SaveFailedError, match=r"step 3 .*node doomed"):
-                ranks[0].wait_all(120)
+                ranks[0].wait_all(250)
         with CheckpointCoordinator(root, settings=stack_settings) as living:
             for step in (4, 5, 6):
                 living.save(step, {"model": STATE})
-                living.wait_all(120)
+                living.wait_all(250)
     require_committed(root, 1)
     assert find_newest(root).step == 6
 
@@ -103,7 +103,7 @@ def test_a_save_of_trainers_on_both_nodes_that_are_killed_right_after_submitting
             }
             command = [sys.executable, "-c", script, *arguments, str(rank)]
             trainers.append(subprocess.Popen(command, env=env))
-        assert [trainer.wait(120) for trainer in trainers] == [-signal.SIGKILL] * 2
+        assert [trainer.wait(250) for trainer in trainers] == [-signal.SIGKILL] * 2
         until(lambda: read_manifest(root, 2), "the commit of step 2")
         files = [file.path for file in require_committed(root, 2).files]
         shards = [f"{c}_world_size_2_rank_{r}.pt" for c in ("model", "optim") for r in (0, 1)]

@@ -119,7 +119,7 @@ class Api:
         """What the UI's Retry button does."""
         self.set_states(run.id, AwaitingRetry())
 
-    def ended(self, run_id: UUID, timeout: float = 90) -> FlowRun:
+    def ended(self, run_id: UUID, timeout: float = 250) -> FlowRun:
         """The run once it has ended."""
         what = f"the end of run {run_id}"
         return until(lambda: self.final(run_id), what, timeout, pause=PAUSE_S)

@@ -166,7 +166,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind(stack: StackState, tmp_pat
     assert processes
     try:
         up.send_signal(signal.SIGINT)
-        _, errors = up.communicate(timeout=60)
+        _, errors = up.communicate(timeout=250)
         assert up.returncode == 130
         assert "Traceback" not in errors
         assert not left_of(processes)

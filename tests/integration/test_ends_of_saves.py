@@ -48,7 +48,7 @@ def set_state(api: Api, root: Path, state: State) -> None:
 def assert_all_say(ranks: Ranks, why: str) -> None:
     for rank in reversed(ranks):
         with pytest.raises(SaveFailedError, match=rf"save actor step 2 of .* not committed: {why}"):
-            rank.wait_all(150)
+            rank.wait_all(250)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_values_that_are_refused_fail_the_flow_run_and_those_that_are_not_are_an
     for rank, states in zip(ranks, wrong, strict=True):
         rank.save(3, states)
     for rank in ranks:
-        rank.wait_all(150)
+        rank.wait_all(250)
     resource = JOB_RESOURCE + ranks[0].spool.folder.name
     until(lambda: api.events_of(resource).get("trinity_sync.step.unhealthy") == 3, "the event")
 
@@ -100,7 +100,7 @@ def test_a_save_that_is_cancelled_while_it_is_written(ranks: Ranks, root: Path, 
     for rank in ranks:
         rank.save(3, {"model": {"w": torch.ones(3)}})
     for rank in ranks:
-        rank.wait_all(150)
+        rank.wait_all(250)
 
 
 def test_a_save_that_is_cancelled_before_it_is_begun(

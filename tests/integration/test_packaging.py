@@ -193,7 +193,7 @@ def worker_on(address: str, installed: Path, project: Path, **own: str) -> str:
         cwd=project,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 1, done.stderr
     return done.stderr.strip().splitlines()[-1]
@@ -261,5 +261,5 @@ def await_online(
         family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
     finally:
         worker.send_signal(signal.SIGINT)
-        worker.wait(30)
+        worker.wait(250)
     assert not left_of(family)

@@ -43,7 +43,7 @@ def training_with_loader(
 
 
 def require_saved(root: Path, training: subprocess.Popen[str], step: int) -> None:
-    said = training.communicate(timeout=60)[0].splitlines()
+    said = training.communicate(timeout=250)[0].splitlines()
     assert training.returncode == 0, said
     done = json.loads(said[-1])
     assert (done["undone"], done["committed"]) == ([], ["checkpoint", "state_dict"])

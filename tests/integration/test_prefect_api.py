@@ -100,7 +100,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(250)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def test_jobs_on_postgresql_and_with_workers_of_their_own_do_not_meet(
         assert len(workers) == 2
     finally:
         second.terminate()
-        second.wait(30)
+        second.wait(250)
     runs, steps = rows(driven(postgres), "flow_run"), rows(catalog_url(postgres), "steps_1")
     assert runs == 6
     assert steps == 3
@@ -184,7 +184,7 @@ def test_a_call_without_the_password_is_refused_and_it_is_written_nowhere(
         "PREFECT_API_AUTH_STRING": "",
     }
     worker = [sys.executable, "-m", "trinity_sync", "worker"]
-    refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
+    refused = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=250)
     assert refused.returncode == 1
     assert "set PREFECT_API_AUTH_STRING" in refused.stderr.splitlines()[-1]
     with get_client(sync_client=True) as client:

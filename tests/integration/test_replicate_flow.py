@@ -51,7 +51,7 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
     required = {"remote": url, "remote_required": True}
     with CheckpointCoordinator(root, job=required, settings=stack_settings) as saves:
         saves.save(4, {"model": {"w": torch.ones(9)}})
-        saves.wait_all(120)
+        saves.wait_all(250)
         assert Remote(url).read_step(4).state == "valid"
         names = {"persist-model", "commit", "upload-to-required-remote"}
         run = api.ended(api.run_of(key_of(root, 4)).id)
@@ -65,8 +65,8 @@ def test_a_save_that_counts_in_a_store_ends_there_or_fails_and_goes_on_elsewhere
             assert others.latest_step() == 4
             assert torch.equal(others.load(4)["model"]["w"], torch.ones(9))
             others.save(5, {"model": {"w": torch.zeros(9)}})
-            others.wait_all(120)
+            others.wait_all(250)
         saves.save(5, {"model": {"w": torch.ones(9)}})
         with pytest.raises(SaveFailedError, match=r"brought to file://.* resumed from step 4"):
-            saves.wait_all(120)
+            saves.wait_all(250)
     assert Remote(url).read_manifest(5).run == 2

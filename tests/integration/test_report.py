@@ -25,11 +25,11 @@ def test_failures_pages_and_tasks_come_from_the_server(
     with CheckpointCoordinator(root, settings=stack_settings) as saves:
         saves.attach("position", b"17", step=4)
         saves.save(4, {"model": {"w": torch.zeros(9)}})
-        saves.wait_all(90)
+        saves.wait_all(250)
         saves.save_async("lora", fail, 5)
         saves.save(5, {"model": {"w": torch.zeros(9)}})
         with pytest.raises(SaveFailedError):
-            saves.wait_all(90)
+            saves.wait_all(250)
         assert saves.attachment(4, "position") == b"17"
 
     def find() -> JobReport | None:

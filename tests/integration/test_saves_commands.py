@@ -22,12 +22,12 @@ def test_a_failed_save_is_listed_with_its_reason_and_retried(
     saves: CheckpointCoordinator, root: Path, api: Api
 ) -> None:
     saves.save(1, {"model": STATE})
-    saves.wait_all(90)
+    saves.wait_all(250)
     in_the_way = root / "global_step_2"
     in_the_way.touch()
     saves.save(2, {"model": STATE})
     with pytest.raises(SaveFailedError):
-        saves.wait_all(90)
+        saves.wait_all(250)
     in_the_way.unlink()
     api.ended(api.run_of(key_of(root, 2)).id)
 
@@ -82,9 +82,9 @@ def test_a_save_in_flight_is_listed_and_waited_for(
             refused = run("retry", root, 5)
             assert (refused.returncode, "it is writing" in refused.stderr) == (1, True)
             assert waiting.poll() is None
-        assert waiting.communicate(timeout=100)[0] == "step 5 is committed\n"
+        assert waiting.communicate(timeout=250)[0] == "step 5 is committed\n"
         assert waiting.returncode == 0
-        saves.wait_all(60)
+        saves.wait_all(250)
     assert "no save" in run("wait", root).stderr
 
 

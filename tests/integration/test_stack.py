@@ -87,7 +87,7 @@ def test_a_worker_that_hangs_is_named_and_started_again_and_the_rest_left_alone(
     until(lambda: not find_old(), "the worker to touch all files")
     assert find_old("-delete") == ""  # as a cleaner of old files does
     saves.save(1, {"model": {"w": torch.zeros(9)}})
-    saves.wait_all(60)
+    saves.wait_all(250)
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_server_and_a_ray_that_hang_are_named_and_started_again(
     assert (told.returncode, "trinity-sync up starts" in told.stderr) == (3, True)
     assert not {*before.daemons} & {*local_stack.up(stack_settings).daemons}
     saves.save(1, {"model": {"w": torch.zeros(9)}})
-    saves.wait_all(60)
+    saves.wait_all(250)
 
 
 def test_deploying_twice_is_one_deployment_and_keeps_what_was_set_by_hand(
@@ -250,7 +250,7 @@ def test_what_the_systemd_unit_runs_starts_again_what_ends_and_stops_all_when_it
             assert third.lives
             processes = processes_of(third)
             running.terminate()
-            assert running.wait(60) == 0
+            assert running.wait(250) == 0
             assert not left_of(processes)
             assert local_stack.read_state(another.home) is None
         finally:

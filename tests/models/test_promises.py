@@ -305,7 +305,7 @@ class Promises(World, Others, RuleBasedStateMachine):
             self.stack_side(what)
         for rank in trainer.ranks:
             try:
-                rank.wait_all(timeout=60)
+                rank.wait_all(timeout=250)
             except SaveFailedError as error:
                 self.raised[trainer.key] += f"{error}\n"
 

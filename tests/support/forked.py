@@ -86,7 +86,7 @@ class Program:
     def wait(self) -> None:
         self._process.join()
 
-    def end(self, code: int = 0, *, timeout: float = 120) -> str:
+    def end(self, code: int = 0, *, timeout: float = 250) -> str:
         """Wait until it has ended with this exit code; return what it has printed."""
         self._process.join(timeout)
         if self._process.is_alive():
@@ -128,7 +128,7 @@ def _run(
 
 
 def run_command(
-    *arguments: object, env: Mapping[str, str], timeout: float = 240
+    *arguments: object, env: Mapping[str, str], timeout: float = 250
 ) -> subprocess.CompletedProcess[str]:
     """Run ``trinity-sync``; return its exit code and what it has printed."""
     argv = [*map(str, arguments)]

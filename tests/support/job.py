@@ -42,7 +42,7 @@ def held(stager: Stager) -> Iterator[None]:
     begin, copy = threading.Event(), stager.copy
 
     def copy_later(plan: StagePlan) -> Staged:
-        assert begin.wait(30)
+        assert begin.wait(250)
         return copy(plan)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -55,10 +55,10 @@ def not_listed(folder: Path) -> Iterator[None]:
 def hanging_when_opened(path: Path) -> Iterator[threading.Event]:
     """Hold up what first opens ``path`` here until the end of the block; yield whether it waits."""
     waits, answers = threading.Event(), threading.Event()
-    with when_opened(path, lambda: (waits.set(), answers.wait(60))):
+    with when_opened(path, lambda: (waits.set(), answers.wait(250))):
         try:
             yield waits
-            assert waits.wait(60)
+            assert waits.wait(250)
         finally:
             answers.set()
 

@@ -65,7 +65,7 @@ class Postgres:
         for each in (main, *main.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-        main.wait(60)
+        main.wait(250)
 
     def _run(self, tool: str, *arguments: str) -> None:
         command: list[str | Path] = [self._tools / tool, "-D", f"{self._folder}/data", *arguments]

@@ -58,7 +58,7 @@ def restricted(folder: Path, *refused: str, called: str = "passing") -> Iterator
                 break
             except (OSError, subprocess.CalledProcessError):
                 continue
-        server.wait(60)
+        server.wait(250)
         assert server.stderr
         server.stderr.close()
 

@@ -38,10 +38,10 @@ def end_saver():
 for step in (start + 1, start + 2):
     optim = {"step": step}
     if step > 1 and "saver dies" in sys.argv:
-        saves.wait_all(60)
+        saves.wait_all(250)
         end_saver()
     if step > 1 and "saver dies in the save" in sys.argv:
-        saves.wait_all(60)
+        saves.wait_all(250)
         optim[""] = Ending()
         saves._watcher._start = lambda: None  # it is killed before the thread has run
     saves.save(step, {"model": {"w": torch.full((9,), float(step))}, "optim": optim})

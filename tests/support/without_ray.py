@@ -29,7 +29,7 @@ def follow(root: str) -> None:
     with WeightReader(root=root, name="explorer") as reader:
         for _ in sys.stdin:
             print("waits", flush=True)
-            version = asyncio.run(reader.wait_newer(timeout_s=60))
+            version = asyncio.run(reader.wait_newer(timeout_s=250))
             weights = dict(reader.iter_weights(version))
             at = reader.version
             assert at is not None

@@ -99,7 +99,7 @@ def test_verls_merger_makes_of_it_what_the_uninterrupted_training_had(
     merge = [*(sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp")]
     role = step_folder(story.root, STEPS) / "actor"
     merge += ["--local_dir", str(role), "--target_dir", str(tmp_path)]
-    done = subprocess.run(merge, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(merge, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-6000:]
     whole = load_file(tmp_path / "model.safetensors")
     expected = merged(step_folder(story.alone, STEPS))

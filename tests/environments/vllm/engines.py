@@ -105,7 +105,7 @@ class Server:
             },
         }
         url = f"{self.url}/inference/v1/generate"
-        answer = httpx.post(url, json=body, timeout=120, trust_env=False)
+        answer = httpx.post(url, json=body, timeout=250, trust_env=False)
         assert answer.is_success, answer.text
         choice = answer.json()["choices"][0]
         spans = choice["weight_versions"] or []  # none of a request that was aborted at once
@@ -168,7 +168,7 @@ def running_server(model: Path, log: Path, *options: str, **environment: str) ->
         started = server.list_processes()
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
+            process.wait(250)
         end(started)
         process.wait()
 

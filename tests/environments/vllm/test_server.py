@@ -115,7 +115,7 @@ def test_trainers_killed_while_they_publish_leave_whole_versions(
             started = spawn.Event()
             trainer = spawn.Process(target=train_for_ever, args=(root, started))
             trainer.start()
-            assert started.wait(60)
+            assert started.wait(250)
             for _ in range(5):
                 updater.update()
             trainer.join(chance.random() / 10)

@@ -23,7 +23,7 @@ def on_ranks(
     *arguments: Any,
     scratch: Path,
     world_size: int = 2,
-    timeout_s: float = 120.0,
+    timeout_s: float = 250.0,
     preloaded: str = PRELOADED,
 ) -> list[Any]:
     """Call ``program(*arguments)`` on every rank of a new process group; returns their results."""

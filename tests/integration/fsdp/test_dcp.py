@@ -231,7 +231,7 @@ def fail(folder: Path) -> list[str]:
         except CheckpointException as error:
             errors.append(str(error))
     try:
-        saves.wait_all(60)
+        saves.wait_all(250)
     except SaveFailedError as error:
         errors.append(str(error))
     saves.close()

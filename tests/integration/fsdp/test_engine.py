@@ -149,7 +149,7 @@ def test_an_uploaded_model_is_loaded_without_ray(
         for step in (1, 2):
             policy.train_on(batch())
             assert fsdp_upload_state_dict(policy.engine, None, step, logger) is not None
-            assert asyncio.run(reader.wait_newer(timeout_s=30)) is not None
+            assert asyncio.run(reader.wait_newer(timeout_s=250)) is not None
             assert reader.load_into(model) == step
             expected, found = policy.engine.module.state_dict(), model.state_dict()
             assert all(torch.equal(found[n], v.full_tensor()) for n, v in expected.items())

@@ -96,7 +96,7 @@ class World:
 
     def ended(self, process: "subprocess.Popen[str]") -> "Seen":
         """What the UI shows of the run, once it has ended."""
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=250)
         run = self.api.ended(UUID(out.split()[-1]))
         tasks = self.api.ended_tasks(run, "persist", "persist")
         wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id]))

@@ -100,7 +100,7 @@ def test_a_rank_on_each_machine_saves_one_step(
         for rank, saves in enumerate(ranks):
             saves.save(4, {"model": {"w": torch.full((9,), float(rank))}})
         for saves in ranks:
-            saves.wait_all(timeout=90)
+            saves.wait_all(timeout=250)
     manifest = require_committed(root, 4)
     assert len([file for file in manifest.files if file.component == "model"]) == 2
 
@@ -160,7 +160,7 @@ def test_a_head_that_ran_is_restarted_where_it_was_whatever_the_shell_says(
     before = local_stack.read_state(machines[0].home)
     server = psutil.Process(before.server.pid)
     server.kill()
-    server.wait(60)
+    server.wait(250)
     with environment({}):
         after = local_stack.up(machines[0], at(3))
         changed = local_stack.status(machines[0], at(3)).changed

@@ -22,7 +22,7 @@ logging.basicConfig(level=logging.INFO)
 with CheckpointCoordinator(sys.argv[1], job={"rank_timeout_s": 2}) as saves:
     for step in (1, 2):
         saves.save(step, {"model": {"w": torch.full((9,), float(step))}})
-        saves.wait_all(90)
+        saves.wait_all(250)
 """
 MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
 HIDDEN = "does not see the trainer's"

@@ -599,11 +599,11 @@ def test_logs_are_followed_before_they_exist_and_end_as_their_pipe_is_closed(
         assert tail.stdout.readline()
         tail.stdout.close()
         assert tail.stderr.read() == b""  # of tail: write error: Broken pipe
-        assert tail.wait(60) == -signal.SIGPIPE
+        assert tail.wait(250) == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize("command", ["ls {} >&-", "verify {} 10 2>&-", "ls {}/none <&- >&- 2>&-"])
 def test_a_command_whose_streams_are_closed_ends_as_with_them(root: Path, command: str) -> None:
     main = f"{sys.executable} -c 'from trinity_sync.cli import main; main()'"
-    done = subprocess.run(f"exec {main} {command.format(root)}", shell=True, timeout=120)
+    done = subprocess.run(f"exec {main} {command.format(root)}", shell=True, timeout=250)
     assert done.returncode == (2 if "none" in command else 0)

@@ -164,6 +164,6 @@ def test_a_browser_shows_it_and_loads_nothing_else(facts: JobReport, tmp_path: P
     page.write_text(render_report(replace(with_failures(facts), in_flight=(in_flight,))))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{page}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert "global_step_40" in shown.stdout, shown.stderr
     assert not re.search(r"\bsrc=|@import|url\(|<link|<script", shown.stdout)

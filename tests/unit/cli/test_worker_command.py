@@ -71,7 +71,7 @@ def test_no_other_environment_is_made_for_the_stacks_processes_of_ray(
         monkeypatch.setenv(hook, "of_their_cluster.hook")
     env = build_environment(Settings(home=tmp_path), StackSettings(), STACK)
     command = ["uv" if hook == "uv run" else "sh", "run"]
-    done = subprocess.run(command, executable="/bin/sh", env=env, cwd=packages, timeout=120)
+    done = subprocess.run(command, executable="/bin/sh", env=env, cwd=packages, timeout=250)
     assert done.returncode == 0
 
 
@@ -86,7 +86,7 @@ def test_a_ray_that_cannot_be_joined_is_a_sentence(tmp_path: Path, address: str)
         "TRINITY_SYNC_STACK__RAY__ADDRESS": address,
     }
     command = [sys.executable, "-m", "trinity_sync", "worker"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert address in done.stderr.splitlines()[-1]

@@ -281,7 +281,7 @@ def test_a_folder_without_files_is_attached_like_any_other_and_restored_as_one(
     for saves, name in zip(reversed(ranks), ("full", "queue"), strict=True):
         saves.attach_folder("queue", tmp_path / name, step=4)
         saves.save(4, MODEL)
-    ranks[0].wait_all(30)
+    ranks[0].wait_all(250)
     for rank, files in enumerate((set(), {EMPTY_FOLDER, "a"})):
         to = tmp_path / "back" / str(rank)
         ranks[rank].restore_folder(4, "queue", to)
@@ -310,7 +310,7 @@ def test_a_folder_that_changes_before_its_save_fails_the_save(
     assert str(path) in saves.save(4, MODEL).failure
     commit(job, 3)
     with pytest.raises(SaveError, match="step 4"):
-        saves.wait_all(60)
+        saves.wait_all(250)
 
 
 def bind(path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_live_folder_that_cannot_be_attached_fails_its_step_until_it_can(
     failure = saves.save(4, MODEL).failure
     assert name in failure
     with pytest.raises(SaveError, match=re.escape(failure)):
-        saves.wait_all(60)
+        saves.wait_all(250)
     (queue / name).unlink() if name else Path("moved").rename(queue)
     saves.attach_folder("queue", queue, step=4)
     saves.save(4, MODEL)

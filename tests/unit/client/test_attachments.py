@@ -202,7 +202,7 @@ def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
     in_the_way.write_text("so that nothing can be written")
     first = saves.save(4, states, metadata=tmp_path / "meta")
     with pytest.raises(SaveFailedError, match="cannot write model of step 4"):
-        saves.wait_all(30)
+        saves.wait_all(250)
     in_the_way.unlink()
     if meanwhile == "optim is evicted":
         for step in (5, 6):
@@ -217,7 +217,7 @@ def test_a_save_whose_flow_failed_and_is_called_again_commits_all_of_it(
     (metadata,) = tmp_path.glob("meta*")
     again = saves.save(4, states, metadata=metadata)
     assert saves.save(4, states, metadata=metadata).images == ()  # it is under way
-    saves.wait_all(30)
+    saves.wait_all(250)
     assert len({*again.images} & {*first.images}) == (4 if meanwhile == "nothing" else 3)
     assert saves.attachment(4, "position") == b"17"
     assert require_committed(job.root, 4).find_file("actor/config.json")
@@ -265,7 +265,7 @@ def test_a_sync_after_its_checkpoint_waits_for_no_rank_that_submits_nothing(
     trigger.go()
     for saves in ranks:
         with suppress(SaveFailedError):  # an export of a plain dict
-            saves.wait_all(30)
+            saves.wait_all(250)
 
 
 def test_a_corrupted_attachment_is_not_given_out(saves: Saves, job: Job) -> None:

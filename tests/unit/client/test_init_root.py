@@ -82,7 +82,7 @@ def test_nodes_that_share_a_root_begin_and_disks_of_their_own_are_refused_on_all
     command = [*alone, f'mount -t tmpfs none {own} && exec "$@"', "sh", sys.executable, "-c", RANK]
     with subprocess.Popen([*command, *second], stdout=subprocess.PIPE, text=True) as rank_1:
         one = json.loads(Program(RANK, *first).end())
-        other = json.loads(rank_1.communicate(timeout=120)[0])
+        other = json.loads(rank_1.communicate(timeout=250)[0])
     assert one == other
     assert one[0] == ["CheckpointCoordinator", ["node-0", "node-1"]]
     kind, why = one[1]

@@ -177,7 +177,7 @@ def test_a_step_is_copied_and_resumed_elsewhere(
 
 def test_readers_of_weights_read(root: Path, model: Any, read_only: Make, tmp_path: Path) -> None:
     with WeightReader(root=root, name="explorer") as reader:
-        assert asyncio.run(reader.wait_newer(timeout_s=60)).step == 2
+        assert asyncio.run(reader.wait_newer(timeout_s=250)).step == 2
         CONFIG.save_pretrained(tmp_path / "model")
         WeightFolder(tmp_path / "versions", tmp_path / "model").publish(reader)
     read_only(tmp_path / "versions")

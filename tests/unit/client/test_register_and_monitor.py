@@ -182,7 +182,7 @@ def test_a_function_that_would_change_a_step_that_is_needed_is_refused(
             saves.save_sync(lambda: write_model(job.root, step), step, is_state_dict=True)
         saves.save_async("own", lambda: write_model(job.root, step), step, is_state_dict=True)
         with pytest.raises(SaveFailedError, match=f"save 'own' of step {step}: .*{why}"):
-            saves.wait_all(30)
+            saves.wait_all(250)
 
     if claim == "pin":
         pin(job.root, step)
@@ -278,14 +278,14 @@ def test_a_save_of_states_and_a_function_that_failed_is_committed_once_both_are_
 
     submit(states=True)
     with pytest.raises(SaveFailedError, match="not committed"):
-        saves.wait_all(60)
+        saves.wait_all(250)
     path.parent.unlink()
     path.parent.mkdir()
     submit(states=False)
     with pytest.raises(SaveFailedError, match="call save again before register_and_monitor"):
-        saves.wait_all(60)
+        saves.wait_all(250)
     submit(states=True)
-    saves.wait_all(60)
+    saves.wait_all(250)
     found = require_committed(job.root, 4)
     assert {file.path for file in found.files} == {"own.bin", f"actor/{Path(MODEL).name}"}
 
@@ -297,7 +297,7 @@ def test_functions_are_committed_after_a_program_has_removed_the_spool(
     for step in (1, 2):
         saves.save_sync(lambda: None, step)
         asyncio.run(saves.register_and_monitor(step, checkpoint_thread_count=1))
-        saves.wait_all(60)
+        saves.wait_all(250)
         shutil.rmtree(job.spool.folder)
     assert saves.latest_step() == 2
 
@@ -362,13 +362,13 @@ def test_a_function_is_not_called_for_what_its_run_has_committed(
 
     def save() -> None:
         saves.save_sync(lambda: called.append(4), 4, is_state_dict=is_sync)
-        saves.wait_all(30)  # which raises it after the first save
+        saves.wait_all(250)  # which raises it after the first save
 
     with pytest.raises(SaveError, match="run 1 has committed that step"):
         save()
     saves.save_async("own", lambda: called.append(4), 4, is_state_dict=is_sync)
     with pytest.raises(SaveFailedError, match="the save function is not run, because run 1"):
-        saves.wait_all(30)
+        saves.wait_all(250)
     assert not called
     assert (job.root / "global_step_4" / MODEL).read_bytes() == before
 
@@ -428,11 +428,11 @@ def test_no_commit_replaces_a_step_into_which_a_function_of_an_earlier_run_write
 
     with ThreadPoolExecutor(1) as pool:
         begun = Event()
-        saves.save_async("own", lambda: begun.wait(30), 4)
+        saves.save_async("own", lambda: begun.wait(250), 4)
         pool.submit(saves.save_sync, write_late, 4).result()
         begun.set()
     with pytest.raises(SaveFailedError, match="is superseded: run 2"):
-        saves.wait_all(30)
+        saves.wait_all(250)
     assert not called
     job.commit(4, run=2)
     require_committed(job.root, 4)
@@ -475,7 +475,7 @@ def test_files_of_functions_are_committed_or_refused_by_name(
     for status in read_statuses(job.spool, job.save(4)):
         write_status(job.spool, replace(status, state="failed"))
     saves.save_async("again", write, 4)
-    saves.wait_all(30)
+    saves.wait_all(250)
     statuses = read_statuses(job.spool, job.save(4))
     commit(job.save(4), [], [each for each in statuses if each.name == "again"])
     assert {each.path for each in require_committed(job.root, 4).files} == names
@@ -523,12 +523,12 @@ def test_what_a_function_wrote_and_could_not_be_synced_is_in_no_commit_of_a_retr
         with pytest.raises(
             SaveFailedError, match=r"own\.bin cannot be written: Input/output error"
         ):
-            saves.wait_all(60)
+            saves.wait_all(250)
         with pytest.raises(SaveError, match=r"own\.bin cannot be written: Input/output error"):
             await_save_functions(job.spool, job.save(4), at_least=1)
     path.unlink()
     with noted_syncs() as durable:
         submit()
-        saves.wait_all(60)
+        saves.wait_all(250)
         assert path.stat().st_ino in durable
     require_committed(job.root, 4)

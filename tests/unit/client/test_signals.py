@@ -101,7 +101,7 @@ def test_an_emergency_save_of_a_step_whose_save_failed_saves_it(
     in_the_way.write_text("so that nothing can be written")
     saves.save(4, states)
     with pytest.raises(SaveFailedError):
-        saves.wait_all(30)
+        saves.wait_all(250)
     words = saves.emergency_save(4, states, deadline_s=0)
     assert words.committed == ()
     assert any("not submitted" in sentence for sentence in words.undone)
@@ -304,7 +304,7 @@ def test_wherever_a_handler_raises_in_a_wait_saves_are_followed(
             saves.wait_all(0)
         sent = was_sent()
     saves.save(4, {"model": {"w": torch.ones(3)}})
-    saves.wait_all(60)
+    saves.wait_all(250)
 
 
 def test_a_handler_that_raises_ends_the_wait_for_a_slot(
@@ -371,7 +371,7 @@ def test_an_emergency_save_does_not_wait_for_a_role_that_this_process_saves_next
     states = {"model": {"w": torch.ones(3)}}
     for role in saves.roles:
         saves.save(4, states, role=role)
-    saves.wait_all(30)
+    saves.wait_all(250)
     first = saves.emergency_save(5, states, deadline_s=300)
     assert "once this process has saved critic as well" in first.undone[0]
     last = saves.emergency_save(5, states, role="critic", deadline_s=60)

@@ -210,7 +210,7 @@ def test_a_writer_that_is_stopped_while_it_waits_stops_no_other(tmp_path: Path) 
 
     def stop(_: float) -> None:
         waits.set()
-        ends.append(resumes.wait(30))
+        ends.append(resumes.wait(250))
 
     clock = Clock()
     limit = RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=clock.sleep)
@@ -218,7 +218,7 @@ def test_a_writer_that_is_stopped_while_it_waits_stops_no_other(tmp_path: Path) 
     stopped = RateLimit(tmp_path / "rate", 1e6, clock=clock, sleep=stop)
     thread = threading.Thread(target=stopped.admit, args=(1_000_000,))
     thread.start()
-    assert waits.wait(30)
+    assert waits.wait(250)
     limit.admit(1_000_000)
     resumes.set()
     thread.join()

@@ -254,7 +254,7 @@ def test_a_root_that_hangs_while_it_is_mirrored_keeps_no_lock_of_the_catalog(
         thread = threading.Thread(target=mirror, args=(engine, job.root, [1]), daemon=True)
         with hanging_when_opened(manifest) as waits:
             thread.start()
-            assert waits.wait(60)
+            assert waits.wait(250)
             began = time.monotonic()
             mirror(engine, other.root, [1])
             assert time.monotonic() - began < 10

@@ -33,7 +33,7 @@ from trinity_sync.weights.versions import Version, VersionRegistry
 
 def scraped(port: int) -> dict[tuple[str, ...], float]:
     """Values by name and labels, without the job's."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=250) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {
         (sample.name, *(value for name, value in sample.labels.items() if name != "job")): (
@@ -214,7 +214,7 @@ def test_a_root_or_registry_that_fails_is_logged_once_and_hides_no_other(
 
 def exported(port: int) -> set[str]:
     """Names of all metrics, also of those without a value yet."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=250) as answer:
         return set(re.findall(r"^# TYPE (\S+)", answer.read().decode(), flags=re.M))
 
 

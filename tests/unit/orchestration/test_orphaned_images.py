@@ -336,7 +336,7 @@ def test_a_save_whose_saver_died_with_all_trainers_is_committed_by_one_of_the_wo
         assert not created
         (saver,) = savers_of(job.spool.folder.parent)
         poll()
-        saver.wait(30)  # nothing waits
+        saver.wait(250)  # nothing waits
     (record,) = require_committed(job.root, 5).files
     assert (job.root / "global_step_5" / record.path).stat().st_mode & 0o027 == 0
 

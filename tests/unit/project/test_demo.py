@@ -92,6 +92,6 @@ def test_ctrl_c_while_the_stack_starts_is_one_line_and_130(tmp_path: Path) -> No
         )
         assert "starting" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=250)
     assert process.returncode == 130, said
     assert said.count("\n") == 1

@@ -27,7 +27,7 @@ def test_a_transformers_model_answers_with_the_weights_of_each_version(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
 
     async def follow() -> None:
-        with WeightReader(versions, name="test", timeout_s=60) as reader:
+        with WeightReader(versions, name="test", timeout_s=250) as reader:
             said = generate_answers(reader, served, tokenizer, "<bos> a <copy>")
             for step in (1, 2):
                 folder = create_model(tmp_path / f"trained-{step}", seed=step)

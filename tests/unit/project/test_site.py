@@ -103,7 +103,7 @@ def test_pages_fit_a_screen(site: Path, tmp_path: Path, width: int) -> None:
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += ["--hide-scrollbars", "--allow-file-access-from-files", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path}/profile", frame.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert (found := re.search("<body>(.*)</body>", shown.stdout)), shown.stderr
     fits = [width, width, [], [], []]  # nothing too wide, no cell that breaks words, no code cut
     assert json.loads(html.unescape(found[1])) == {page: fits for page in pages}

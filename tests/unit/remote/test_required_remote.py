@@ -364,16 +364,16 @@ def test_a_step_corrupted_here_is_fetched_again(machine: Make) -> None:
 def test_waiting_for_a_save_waits_for_the_remote_and_raises_its_error(machine: Make) -> None:
     one = machine("one")
     saves = one.train("first", 1)
-    saves.wait_all(60)
+    saves.wait_all(250)
     one.commit(saves, 2, sent=False)
     assert len(saves.commit_seconds) == 1
     append(Job(saves.root, saves.spool).request(2), "failed", "the store is full")
     with pytest.raises(
         SaveFailedError, match=r"brought to file://.*in the root only: the store is full"
     ):
-        saves.wait_all(60)
+        saves.wait_all(250)
     one.commit(saves, 3)
-    saves.wait_all(60)
+    saves.wait_all(250)
 
 
 def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(machine: Make) -> None:
@@ -493,7 +493,7 @@ def test_a_torn_file_of_the_settings_is_named_and_training_goes_on(machine: Make
         True,
     )
     one.commit(saves, 1, sent=False)
-    saves.wait_all(60)
+    saves.wait_all(250)
     with one.open() as again:
         assert again.latest_step() == 1
 

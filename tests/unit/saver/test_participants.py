@@ -128,7 +128,7 @@ def test_all_roles_resume_from_the_moment_of_the_cut_after_all_were_killed(
     held.process.kill()
     answering.join()
     other.close()
-    trainer.wait_all(60)
+    trainer.wait_all(250)
     trainer.close()
 
     assert queue(trainer.root, "second", "restored").began == "4 2 ii"
@@ -225,7 +225,7 @@ def test_a_cut_without_an_answer_names_the_role_and_so_does_the_save(coordinator
             trainer.cut(1, timeout_s=0.1)
         trainer.save(1, MODEL)
         with pytest.raises(SaveFailedError, match="role queue has submitted nothing"):
-            trainer.wait_all(60)
+            trainer.wait_all(250)
 
 
 def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make) -> None:
@@ -244,12 +244,12 @@ def test_a_state_that_cannot_be_saved_fails_the_cut(coordinator: Make) -> None:
     for _ in range(2):
         refused = pytest.raises(SaveError, match="role controller could not be saved")
         with answering(part, answer), refused:
-            trainer.cut(1, timeout_s=60)
+            trainer.cut(1, timeout_s=250)
     assert "cannot be staged" in str(raised[0])
     assert isinstance(raised[1], TypeError)
     with answering(part, lambda step: part.save(step, {"cursor": 1})):
         trainer.cut(1)
-    trainer.save(1, MODEL).wait(60)
+    trainer.save(1, MODEL).wait(250)
     part.close()
 
 
@@ -262,12 +262,12 @@ def test_a_state_that_cannot_be_saved_stops_no_role_that_has_saved(
         for step, name in enumerate(("items", "link", "items"), 1):
             (folder / name).touch() if name == "items" else (folder / name).symlink_to("nowhere")
             with answering(part, partial(part.save, state={}, folders={"storage": folder})):
-                trainer.cut(step, timeout_s=60)
+                trainer.cut(step, timeout_s=250)
                 failure = trainer.save(step, MODEL).failure
             for each in (trainer, part):
                 wrong = pytest.raises(SaveFailedError, match=r"storage/link cannot")
                 with nullcontext() if name == "items" else wrong:
-                    each.wait_all(60)
+                    each.wait_all(250)
             assert ("role controller could not be saved" in failure) == (name != "items")
             (folder / name).unlink()
     assert Checkpoints(trainer.root).steps() == [1, 3]
@@ -293,11 +293,11 @@ def test_a_state_that_comes_after_the_trainer_has_ceased_to_wait_is_not_that_of_
                 with pytest.raises(
                     SaveFailedError, match=r"no state within 0\.5 s of role controller"
                 ):
-                    trainer.wait_all(60)
-    trainer.wait_all(60)
+                    trainer.wait_all(250)
+    trainer.wait_all(250)
     assert [each for each in (1, 2, 3) if read_manifest(trainer.root, each)] == [1, 3]
     with pytest.raises(SaveFailedError, match="step 2, role controller: not saved"):
-        part.wait_all(60)
+        part.wait_all(250)
     part.close()
 
 
@@ -309,15 +309,15 @@ def test_a_step_without_a_cut_fails_each_save_and_an_emergency_save_and_not_a_la
 
         def save(step: int) -> None:
             with answering(part, lambda at: part.save(at, {"at": step})):
-                trainer.cut(step, timeout_s=60)
-            trainer.save(step, MODEL).wait(60)
+                trainer.cut(step, timeout_s=250)
+            trainer.save(step, MODEL).wait(250)
 
         save(1)
         trainer.cut(2, timeout_s=0.1)
         for _ in range(2):
             trainer.save(2, MODEL)
             with pytest.raises(SaveFailedError, match=r"no state within 0\.1 s of role controller"):
-                trainer.wait_all(60)
+                trainer.wait_all(250)
         undone = trainer.emergency_save(2, {"extra_state": MODEL["model"]}, deadline_s=60).undone
         assert "no state within 0.1 s of role controller" in undone[0]
         save(2)
@@ -340,7 +340,7 @@ def test_a_participant_that_can_open_no_file_goes_on_and_saves_the_next_step(
             trainer.save(step, MODEL)
             for each in (trainer, part):
                 with pytest.raises(SaveFailedError) if step == 2 else nullcontext():
-                    each.wait_all(60)
+                    each.wait_all(250)
     assert Checkpoints(trainer.root).steps() == [1, 3]
 
 
@@ -390,7 +390,7 @@ def test_a_role_or_folder_whose_name_no_file_can_have_is_refused_where_it_is_giv
             with pytest.raises(ConfigError, match="pass a path below the folder"):
                 part.save(1, {}, folders=folders)
         trainer.save(1, MODEL)
-        part.save(1, {}, folders={"storage": tmp_path / "storage"}).wait(60)
+        part.save(1, {}, folders={"storage": tmp_path / "storage"}).wait(250)
 
 
 def test_a_participant_that_died_alone_cannot_go_on_with_an_older_state(coordinator: Make) -> None:
@@ -414,10 +414,10 @@ def test_a_cut_that_is_repeated_is_not_answered_with_the_state_of_the_first(
             other = pytest.raises(SaveError, match="another state")
             answer = partial(part.save, state={"cursor": cursor})
             with answering(part, answer), other if refused else nullcontext():
-                trainer.cut(1, timeout_s=60)
+                trainer.cut(1, timeout_s=250)
         trainer.save(1, MODEL)  # which commits the first state
         with pytest.raises(SaveFailedError):
-            part.wait_all(60)
+            part.wait_all(250)
 
 
 def test_what_the_trainer_keeps_holds_though_a_participants_image_came_first(
@@ -429,5 +429,5 @@ def test_what_the_trainer_keeps_holds_though_a_participants_image_came_first(
             part.save(step, {"at": step})
             begun = trainer.spool.folder.glob
             await_that(lambda begun=begun: [*begun("*.begun.json")], "the saver has begun the save")
-            trainer.save(step, MODEL, keep=2).wait(60)
+            trainer.save(step, MODEL, keep=2).wait(250)
     await_that(lambda: Checkpoints(trainer.root).steps() == [3, 4], "the older steps are removed")

@@ -32,7 +32,7 @@ CONTAINER = """
 import sys, torch
 from trinity_sync import CheckpointCoordinator
 with CheckpointCoordinator(sys.argv[1]) as saves:
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
     print(saves.latest_step(), flush=True)
     sys.stdin.readline()
 """
@@ -97,7 +97,7 @@ def take_away(root: Path, how: str) -> Path:
 def test_a_save_waits_while_its_root_is_away_and_says_so(
     saves: Saves, settings: Settings, job: Job, how: str
 ) -> None:
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
     saver = suspend_saver(settings.spool)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     away = take_away(job.root, how)
@@ -108,7 +108,7 @@ def test_a_save_waits_while_its_root_is_away_and_says_so(
     assert [image.failed for image in saves.spool.tickets()[0]] == [False]
     shutil.rmtree(job.root, ignore_errors=True)
     away.rename(job.root)
-    saves.wait_all(60)
+    saves.wait_all(250)
     assert saves.latest_step() == 2
     await_that(lambda: not saves.spool.away.exists(), "the saver sees the root again")
 
@@ -173,7 +173,7 @@ def test_a_first_call_begins_no_run_where_the_root_of_the_start_is_not(
 def test_a_link_in_the_place_of_a_folder_or_lock_fails_a_save_at_once_and_is_named(
     saves: Saves, job: Job, tmp_path: Path, name: str
 ) -> None:
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
     path = job.root / PRIVATE_FOLDER / name
     if path.exists():
         path.rename(tmp_path / "elsewhere")
@@ -181,23 +181,23 @@ def test_a_link_in_the_place_of_a_folder_or_lock_fails_a_save_at_once_and_is_nam
     began = time.monotonic()
     saves.save(2, {"model": {"w": torch.ones(3)}}, keep=1)
     if name == "removal.lock":  # which follows the commit
-        saves.wait_all(60)
+        saves.wait_all(250)
         return
     with pytest.raises(SaveFailedError, match=f"is a link that another user.*{path}'"):
-        saves.wait_all(60)
+        saves.wait_all(250)
     assert time.monotonic() - began < sum(COMMIT.repeats_after)
 
 
 def test_an_identity_that_is_torn_is_named_at_once(
     saves: Saves, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
     content = (job.root / IDENTITY_FILE).read_text()
     (job.root / IDENTITY_FILE).write_text("torn")
     saves.save(2, {"model": {"w": torch.ones(3)}})
     await_that(lambda: f"{IDENTITY_FILE}, which identifies" in caplog.text, "it is not named")
     (job.root / IDENTITY_FILE).write_text(content)
-    saves.wait_all(60)
+    saves.wait_all(250)
 
 
 def test_a_saver_waits_for_no_root_by_the_time_of_a_clock_that_was_set_back(
@@ -218,7 +218,7 @@ def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_wa
     coordinator: Make, settings: Settings, job: Job
 ) -> None:
     saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
     saver = suspend_saver(settings.spool)
     saves.save(2, {"model": {"w": torch.ones(3)}})
     away = take_away(job.root, "is empty")
@@ -228,7 +228,7 @@ def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_wa
     saver.resume()
     await_that(saves.spool.away.exists, "the saver does not see the root")
     os.utime(saves.spool.away, (0, 0))  # since long
-    saver.wait(60)
+    saver.wait(250)
     assert f"{job.root} is not mounted here" in (settings.home / "saver.log").read_text()
     coordinator().close(0)  # a start without the mount
     shutil.rmtree(job.root)

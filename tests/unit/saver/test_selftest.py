@@ -20,7 +20,7 @@ def run(cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedPro
         env=os.environ | own | variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=250,
         check=False,
     )
 

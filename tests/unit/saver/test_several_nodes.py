@@ -92,7 +92,7 @@ def save(ranks: list[CheckpointCoordinator], step: int) -> None:
 
 def wait_all(ranks: list[CheckpointCoordinator]) -> None:
     with ThreadPoolExecutor(len(ranks)) as threads:
-        list(threads.map(lambda saves: saves.wait_all(60), ranks))
+        list(threads.map(lambda saves: saves.wait_all(250), ranks))
 
 
 def require_saved(root: Path, step: int) -> None:
@@ -136,12 +136,12 @@ def test_a_save_function_of_any_node_is_awaited_and_part_of_the_commit(
 
     def write() -> None:
         begun.set()
-        go.wait(60)
+        go.wait(250)
         (job.root / "global_step_1").mkdir(exist_ok=True)
         (job.root / "global_step_1/notes.txt").write_text("of a function")
 
     ranks[node].save_async("notes", write, 1)
-    assert begun.wait(60)
+    assert begun.wait(250)
     save(ranks, 1)
     asyncio.run(ranks[0].register_and_monitor(1, checkpoint_thread_count=1))
     go.set()
@@ -188,7 +188,7 @@ def test_a_node_that_is_gone_is_named_with_its_ranks_and_fails_the_save_on_the_o
     named = r"within 3 s by node node-1, role actor rank 1\."
     for saves in ranks:
         with pytest.raises(SaveFailedError, match=named):
-            saves.wait_all(60)
+            saves.wait_all(250)
     await_that(lambda: not [*job.root.rglob("*.tmp")], "what the commit has left is removed")
     assert all(image.failed for image in ranks[0].spool.tickets()[0])
     monkeypatch.undo()
@@ -233,7 +233,7 @@ def test_a_node_that_cannot_persist_fails_the_save_with_its_reason(
     await_that(lambda: "is truncated" in log.read_text(), "the saver of the second node fails")
     saver.resume()
     with pytest.raises(SaveFailedError, match=r"rank 1 in .* is truncated"):
-        ranks[0].wait_all(60)
+        ranks[0].wait_all(250)
     assert read_latest_pointer(job.root, "checkpoint") is None
 
 
@@ -256,7 +256,7 @@ def test_a_saver_that_is_killed_on_any_node_is_replaced(
         (saver,) = savers_of(nodes[number].spool)
         await_that(has_come, instant)
         saver.kill()
-        saver.wait(60)
+        saver.wait(250)
     wait_all(ranks)
     require_saved(job.root, 1)
 

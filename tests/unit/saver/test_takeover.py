@@ -106,7 +106,7 @@ def test_a_stack_that_begins_nothing_delays_no_commit_for_long(
     saves: CheckpointCoordinator, job: Job
 ) -> None:
     for step in (1, 2):
-        saves.save(step, {"model": {"w": torch.full((9,), float(step))}}).wait(60)
+        saves.save(step, {"model": {"w": torch.full((9,), float(step))}}).wait(250)
         assert is_by_saver(job.root, step)
     assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [2.0] * 9
 
@@ -126,7 +126,7 @@ def test_a_stack_that_takes_no_save_delays_no_commit(
         with CheckpointCoordinator(job.root, settings=patient) as saves:
             for step in (1, 2):  # the second waits for the request of the first
                 saves.save(step, {"model": {"w": torch.ones(9)}})
-            saves.wait_all(60)
+            saves.wait_all(250)
             assert is_by_saver(job.root, 2)
 
 
@@ -270,7 +270,7 @@ def test_a_run_that_is_taken_and_not_begun_is_overtaken(
         monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
         hasty = settings.model_copy(update={"saver_after_s": 1.0})
         with CheckpointCoordinator(job.root, settings=hasty) as saves:
-            saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
+            saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
     assert len(set(requested)) == 1
     assert is_by_saver(job.root, 1)
 
@@ -291,8 +291,8 @@ def test_the_flow_run_of_a_save_that_the_saver_has_committed_is_requested_nevert
         monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
         hasty = settings.model_copy(update={"saver_after_s": 0.2})
         with CheckpointCoordinator(job.root, settings=hasty) as saves:
-            saves.save(1, {"model": {"w": torch.ones(3)}}).wait(60)
-            assert requested.wait(60)
+            saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
+            assert requested.wait(250)
 
 
 def test_a_flow_run_that_is_gone_is_requested_again_while_its_save_waits(
@@ -348,7 +348,7 @@ def test_a_failed_save_whose_flow_run_is_gone_is_retried_by_the_saver(
         with CheckpointCoordinator(job.root, settings=hasty) as saves:
             saves.save(1, {"model": {"w": torch.tensor(math.nan)}})
             with pytest.raises(SaveFailedError):
-                saves.wait_all(60)
+                saves.wait_all(250)
             ((image,), _) = job.spool.tickets()
             request = SaveRequest(**vars(image.ticket.save))
             append(request, "failed", "as its worker tells", url=f"{url}/{RUN}", start=1)
@@ -370,7 +370,7 @@ def test_a_failure_of_the_saver_is_told_in_the_place_of_a_flow_run_whose_worker_
             await_that(lambda: is_announced(job, 4), "the saver has begun")
         append(request, "begun", start=1)
         with pytest.raises(SaveFailedError, match="role critic has submitted nothing"):
-            saves.wait_all(60)
+            saves.wait_all(250)
         append(request, "failed", "its process died", start=1)
         entry = read_entry(request)  # as the other ranks do
         assert (entry.state, "role critic" in entry.message) == ("failed", True)
@@ -387,7 +387,7 @@ def test_a_saver_that_cannot_be_started_leaves_the_saves_to_the_stack(
     assert "Saves that the stack does not begin wait for it: the saver cannot" in caplog.text
     with flow_run(job) as process:
         process.communicate("\n")
-    saves.wait_all(60)
+    saves.wait_all(250)
     assert not is_by_saver(job.root, 1)
 
 
@@ -402,7 +402,7 @@ def test_a_flow_run_that_stops_in_mid_save_is_overtaken(
         saver.resume()
         if then == "dies":
             process.send_signal(signal.SIGKILL)
-        saves.wait_all(60)
+        saves.wait_all(250)
         assert is_by_saver(job.root, 1)
         before = require_committed(job.root, 1)
         if then == "goes on":
@@ -424,7 +424,7 @@ def test_a_flow_run_and_the_saver_that_commit_at_once_do_no_harm(
         process.stdin.write("\n")
         process.stdin.flush()
     assert process.returncode == 0
-    saves.wait_all(60)
+    saves.wait_all(250)
     await_that(lambda: "save actor step 1" in (known.home / LOG).read_text(), "the saver ends it")
     assert "has failed" not in (known.home / LOG).read_text()
     assert load_states(job.root, 1, "actor")["optim"] == {"a": 1}
@@ -453,7 +453,7 @@ def test_what_a_flow_run_writes_is_left_to_it(
         assert saver.is_running()
         slow.unlink()
         process.communicate("\n")
-    saves.wait_all(60)
+    saves.wait_all(250)
     assert not is_by_saver(job.root, 1)
 
 
@@ -464,15 +464,15 @@ def test_a_save_whose_function_runs_is_left_to_the_stack(
 
     def write() -> None:
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(250)
 
     saves.save_async("other", write, 3)
-    assert begun.wait(60)
+    assert begun.wait(250)
     asyncio.run(saves.register_and_monitor(3, checkpoint_thread_count=1))
     (request,) = find_pending_saves(job.spool, grace_s=0)
     assert is_left_to_stack(job.spool, request, 0)
     goes_on.set()
     await_that(lambda: not is_left_to_stack(job.spool, request, 0), "the function has ended")
     assert is_left_to_stack(job.spool, request, 3600)
-    saves.wait_all(60)
+    saves.wait_all(250)
     assert is_by_saver(job.root, 3)

@@ -53,7 +53,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def commit(saves: CheckpointCoordinator, step: int, states: dict[str, Any]) -> Manifest:
-    saves.save(step, states).wait(60)
+    saves.save(step, states).wait(250)
     return read_manifest(saves.root, step)
 
 
@@ -62,7 +62,7 @@ def test_a_hundred_saves_of_a_training_raise_no_alarm(
 ) -> None:
     for step in range(1, 101):
         saves.save(step, training.step())
-    saves.wait_all(120)
+    saves.wait_all(250)
     for step in range(1, 101):
         committed = read_manifest(job.root, step)
         assert committed.alarms == []
@@ -131,7 +131,7 @@ def test_one_nan_in_one_shard_of_one_rank_is_named_and_the_step_before_is_the_he
             states["optim"]["state"][1]["exp_avg"][place] = float("nan")
         ranks[1].save(step, states)
         for each in ranks:
-            each.wait_all(60)
+            each.wait_all(250)
     found = read_manifest(ranks[0].root, 2)
     alarm = "1 non-finite value in actor/optim of rank 1 (state.1.exp_avg)"
     assert found.alarms == [alarm]
@@ -150,7 +150,7 @@ def test_values_that_are_not_finite_fail_a_save_where_they_are_refused(
         training.model.layers[1].weight[:, 2] = float("nan")
     saves.save(2, training.states)
     with pytest.raises(SaveFailedError, match=rf"9 .* actor/model of rank 0 \({LATER}\)"):
-        saves.wait_all(60)
+        saves.wait_all(250)
     assert saves.latest_step() == 1
     assert [*Path(job.root / "global_step_2").rglob("*.pt")] == []
     saves.close()

@@ -296,7 +296,7 @@ def test_processes_that_open_a_root_at_once_agree_on_its_identity(root: Path) ->
     start = threading.Barrier(8)
 
     def open_together(_: int) -> str:
-        start.wait(30)
+        start.wait(250)
         return open_identity(root)
 
     with ThreadPoolExecutor(8) as opening:

@@ -28,7 +28,7 @@ class Held(Stager):
     begin: threading.Event
 
     def copy(self, plan: StagePlan) -> Staged:
-        assert self.begin.wait(30)
+        assert self.begin.wait(250)
         return super().copy(plan)
 
 

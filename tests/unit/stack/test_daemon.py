@@ -120,7 +120,7 @@ def test_a_ray_node_whose_raylet_has_ended_does_not_answer(tmp_path: Path) -> No
     until(lambda: services.answers(state, "ray"), "both parts run")
     (raylet,) = [each for each in daemon.find_family(ray) if each.name() == "raylet"]
     raylet.kill()
-    raylet.wait(60)
+    raylet.wait(250)
     assert not services.answers(state, "ray")
     daemon.stop(ray, 10)
 
@@ -208,7 +208,9 @@ def in_namespace(how: str, *program: str) -> None:
     if os.getuid() or subprocess.run([*isolated, "true"], check=False).returncode:
         pytest.skip("only root can mount /proc")
     mount = f'mount -t proc -o {how} proc /proc && exec "$0" -c "$@"'
-    subprocess.run([*isolated, "sh", "-c", mount, sys.executable, *program], check=True, timeout=60)
+    subprocess.run(
+        [*isolated, "sh", "-c", mount, sys.executable, *program], check=True, timeout=250
+    )
 
 
 def test_what_was_started_and_cannot_be_written_down_is_stopped(tmp_path: Path) -> None:

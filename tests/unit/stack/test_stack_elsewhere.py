@@ -160,7 +160,9 @@ def test_env_without_a_stack_fails_in_eval(tmp_path: Path) -> None:
         "TRINITY_SYNC_HOME": str(tmp_path),
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
     }
-    done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", line], env=env, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 1
     assert done.stderr == "error: no stack runs\nhint: trinity-sync up\n"
 
@@ -259,7 +261,7 @@ def test_a_stack_of_another_pid_namespace_is_left_alone_until_it_has_ended(tmp_p
 
     def look(*code: str) -> str:
         command = [*alone, sys.executable, "-c", *code, str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=250).stdout
 
     state = sleeping(tmp_path)
     try:

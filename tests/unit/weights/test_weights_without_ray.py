@@ -136,7 +136,7 @@ def test_ranks_that_upload_within_a_tick_of_the_clock_wake_a_wait(
         os.utime(job.spool.folder, ns=(tick, tick))
         waits = asyncio.create_task(registry.wait_newer(-1, 10))
         for _ in range(2):  # when it is called, and when it begins to wait
-            await asyncio.to_thread(looks.get, timeout=60)
+            await asyncio.to_thread(looks.get, timeout=250)
         upload(job, 1, weights(1), weights(1))
         os.utime(job.spool.folder, ns=(tick, tick))
         return await waits
@@ -170,7 +170,7 @@ def test_a_reader_that_runs_on_goes_back_with_a_run_that_resumes(
         for step, run in ((4, 1), (5, 2)):
             if run == 2:
                 upload(job, 5, weights(5), run=2)
-            found = asyncio.run(reader.wait_newer(timeout_s=60))
+            found = asyncio.run(reader.wait_newer(timeout_s=250))
             assert (found.step, found.run) == (step, run)
             assert reader.load_into(target) == step
             assert target["w"].unique().tolist() == [step]
@@ -242,7 +242,7 @@ def test_a_reader_that_runs_on_follows_the_training_that_begins_again_whatever_i
     assert reader.load_into(target) == 11
 
     async def story() -> tuple[Job, Version | None]:
-        waits = asyncio.create_task(reader.wait_newer(timeout_s=60))
+        waits = asyncio.create_task(reader.wait_newer(timeout_s=250))
         await asyncio.sleep(0)
         again = await asyncio.to_thread(begin_again, job, settings)
         await asyncio.to_thread(make, again, 1)
@@ -275,7 +275,7 @@ def test_a_root_that_is_removed_while_it_is_read_has_no_version_and_no_error(
 def test_a_reader_that_opens_without_a_wait_goes_to_the_training_that_began_again(
     job: Job, registry: FileRegistry, settings: Settings
 ) -> None:
-    reader, target = WeightReader(registry, name="explorer", timeout_s=60), weights(0)
+    reader, target = WeightReader(registry, name="explorer", timeout_s=250), weights(0)
     save(job, 11, weights(11))
     old = registry.latest()
     assert reader.load_into(target) == 11
@@ -426,7 +426,7 @@ def test_a_reader_follows_a_root_that_was_restored_although_its_runs_have_the_nu
         shutil.rmtree(job.root)
         shutil.copytree(tmp_path / "backup", job.root)
         coordinator_of(run_key="next").upload(21, partial(weights, 21))
-        newer = asyncio.run(reader.wait_newer(timeout_s=60))
+        newer = asyncio.run(reader.wait_newer(timeout_s=250))
         assert (newer.run, newer.step) == (2, 21)
         assert reader.load_into(target := weights(0)) == 21
         assert torch.equal(target["w"], weights(21)["w"])
