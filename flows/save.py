@@ -31,6 +31,7 @@ from tasks.save import (
 )
 from trinity_sync.client.prefect_api import PrefectApi
 from trinity_sync.errors import (
+    PrefectApiError,
     RootAwayError,
     SaveError,
     SaveFailedError,
@@ -271,7 +272,9 @@ class FlowDriver(Driver):
     async def tell(self, state: SaveState, why: str) -> None:
         """Write into the journal how the run ends, which a server may not take or may have lost."""
         if run := self._run:
-            url = PrefectApi(on_node.read_settings()[0]).get_page(run.id)
+            url = ""
+            with suppress(PrefectApiError):  # no server is named any longer
+                url = PrefectApi(on_node.read_settings()[0]).get_page(run.id)
             await try_tell(self.request, state, why, url=url, start=run.run_count)
 
     async def _find_nodes(self) -> None:

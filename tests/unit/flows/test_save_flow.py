@@ -199,7 +199,8 @@ def test_a_run_that_a_user_has_made_of_a_save_is_not_its_run(job: Job, is_own: b
 def test_a_run_tells_itself_that_it_has_completed(
     job: Job, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
-    monkeypatch.setattr(flows.save.FlowDriver, "_run", SimpleNamespace(run_count=2))
+    run = SimpleNamespace(run_count=2, id="1-2-3")  # whose server nothing names
+    monkeypatch.setattr(flows.save.FlowDriver, "_run", run)
     asyncio.run(flows.save.save_step.fn(job.request(1)))
     told = read_entry(job.request(1))
     assert told
