@@ -201,6 +201,8 @@ def test_a_run_tells_itself_that_it_has_completed(
 ) -> None:
     run = SimpleNamespace(run_count=2, id="1-2-3")  # whose server nothing names
     monkeypatch.setattr(flows.save.FlowDriver, "_run", run)
+    monkeypatch.setenv("PREFECT_API_URL", "")
+    monkeypatch.setenv("TRINITY_SYNC_HOME", str(job.root.parent))
     asyncio.run(flows.save.save_step.fn(job.request(1)))
     told = read_entry(job.request(1))
     assert told
