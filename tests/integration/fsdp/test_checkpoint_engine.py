@@ -39,7 +39,7 @@ def trainer(root: Path) -> Engine:
 
 @pytest.fixture
 def rollout(root: Path) -> Engine:
-    return Engine(root=root, timeout_s=250)
+    return Engine(root=root, timeout_s=30)
 
 
 def weights_of(step: int) -> dict[str, torch.Tensor]:
@@ -292,7 +292,7 @@ def test_committed_versions_outlive_shared_memory(
         saves.save(1, {"model": {"weight": torch.ones(3)}})
         for step in (1, 2):
             send(trainer, step)
-        trainer._sender._coordinator.wait_all(250)
+        trainer._sender._coordinator.wait_all(60)
     connect(trainer, rollout)
     assert same(receive(rollout, 1), weights_of(1))  # though step 2 is in memory
     assert torch.equal(load_states(root, 1, "actor")["model"]["weight"], torch.ones(3))

@@ -38,7 +38,7 @@ def namespace(tmp_path: Path) -> str:
 def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
     """The Synchronizer of the job at ``root``."""
     actor = Synchronizer.get_actor(
-        namespace=namespace, root=root, settings=SyncSettings(timeout_s=250)
+        namespace=namespace, root=root, settings=SyncSettings(timeout_s=30)
     )
     ask(actor.latest.remote())
     yield actor

@@ -37,13 +37,13 @@ class Member:
             dist.init_process_group("gloo", **own)
         engine = SimpleNamespace(module=torch.nn.Linear(3, 4), is_param_offload_enabled=False)
         assert ask(self._synchronizer.ready_to_nccl_sync.remote("trainer", step)) == step
-        group = self._host.join(world_size=2, timeout_s=250)
+        group = self._host.join(world_size=2, timeout_s=60)
         self._send(engine, group, version=step, synchronizer=self._synchronizer)
 
     def receive(self, synchronizer: Any, port: int, *, killed: bool) -> list[str]:
         assert ask(synchronizer.ready_to_nccl_sync.remote("explorer", 0)) is not None
         names = []
-        group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=250)
+        group = join_weight_group("127.0.0.1", port, rank=1, world_size=2, timeout_s=60)
         with receive_weights(group) as (_, tensors):
             for name, _ in tensors:
                 names.append(name)

@@ -114,7 +114,7 @@ class Rollout:
         names = [self.manager.add_request(each, streaming=True, **options) for each in prompts]
         waiting = set(names)
         while waiting:
-            waiting.discard(self.manager.get_result(timeout=250).request_id)
+            waiting.discard(self.manager.get_result(timeout=30).request_id)
         return names
 
     def update(self, **stop: Any) -> Any:
@@ -130,7 +130,7 @@ class Rollout:
 def results(manager: Any, names: list[str]) -> list[Any]:
     ended: dict[str, Any] = {}
     while len(ended) < len(names):
-        result = manager.get_result(timeout=250)
+        result = manager.get_result(timeout=30)
         if result.error or result.is_finished():
             ended[result.request_id] = result
     return [ended[name] for name in names]

@@ -47,9 +47,9 @@ def test_a_version_is_published_once_all_ranks_have_uploaded(job: Job, synchroni
     assert ray.get(synchronizer.latest.remote()) is None
     publishers[1].publish(stage_image(job, 7, rank=1))
     for publisher in publishers:
-        publisher.wait(250)
+        publisher.wait(30)
     reader = WeightReader(synchronizer, name="explorer-0")
-    version = asyncio.run(reader.wait_newer(timeout_s=250))
+    version = asyncio.run(reader.wait_newer(timeout_s=30))
     assert (version.step, version.run, version.source) == (7, 1, "memory")
     assert [image.rank for image in version.images] == [0, 1]
     with reader.open(version) as view:
@@ -67,7 +67,7 @@ def test_a_reader_has_the_newest_version_that_can_be_read(job: Job, synchronizer
     ray.get(synchronizer.set_model_state_dict.remote(None, 2))  # by broadcast
     ray.get(synchronizer.set_model_state_dict.remote({"w": torch.ones(2)}, 3))
     reader = WeightReader(synchronizer, name="evaluator", timeout_s=0.1)
-    found = asyncio.run(reader.wait_newer(timeout_s=250))
+    found = asyncio.run(reader.wait_newer(timeout_s=30))
     assert (found.step, found.source) == (1, "checkpoint")  # type: ignore[union-attr]
     assert len(dict(reader.iter_weights())) == 2
     assert reader.version == found
@@ -149,12 +149,12 @@ def test_a_reader_switches_to_the_synchronizer_that_replaces_a_stopped_one(
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(stopped.stop.remote())
     with pytest.raises(WeightSyncError, match="the Synchronizer does not answer"):
-        asyncio.run(reader.wait_newer(timeout_s=250))
+        asyncio.run(reader.wait_newer(timeout_s=30))
     with pytest.raises(WeightSyncError, match="the Synchronizer does not answer"):
         reader.load_into(state(0, 0))
     synchronizer = Synchronizer.get_actor(namespace=namespace, root=job.root)
     publish(synchronizer, 2)
-    assert asyncio.run(reader.wait_newer(timeout_s=250)).step == 2  # type: ignore[union-attr]
+    assert asyncio.run(reader.wait_newer(timeout_s=30)).step == 2  # type: ignore[union-attr]
     assert reader.load_into(state(0, 0)) == 2
     readers = synchronizer.readers
     until(lambda: [each.step for each in ray.get(readers.remote())] == [2], "its reader")
@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> No
     publisher = Publisher(synchronizer, job.root, job.spool, gather_s=0.05)
     publisher.publish(stage_image(job, 7))
     with pytest.raises(WeightSyncError, match=r"version 7 .* ranks \[1\] did not upload step 7"):
-        publisher.wait(250)
+        publisher.wait(30)
     publisher.wait(0)  # each failure is raised once
 
 
@@ -175,5 +175,5 @@ def test_added_images_outlive_a_killed_synchronizer(job: Job, synchronizer: Any)
     ray.get(synchronizer.latest.remote())
     ray.kill(synchronizer, no_restart=False)
     publisher.publish(stage_image(job, 3, rank=1))
-    publisher.wait(250)
+    publisher.wait(30)
     assert ray.get(synchronizer.latest.remote()).step == 3

@@ -167,7 +167,7 @@ def test_a_synchronizer_that_hangs_ends_the_waits_that_have_a_limit(
             publisher.wait()
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert asyncio.run(reader.wait_newer(timeout_s=250)).step == 5
+    assert asyncio.run(reader.wait_newer(timeout_s=60)).step == 5
 
 
 def test_weights_of_another_role_are_refused(synchronizer: Any, root: Path) -> None:
