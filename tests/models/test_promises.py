@@ -77,7 +77,7 @@ from trinity_sync.errors import (
 )
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.fs.records import encode_body
-from trinity_sync.layout import SPOOL_FORMAT
+from trinity_sync.layout import SERVES_AS, SPOOL_FORMAT
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
@@ -570,10 +570,13 @@ class Promises(World, Others, RuleBasedStateMachine):
             self.job.running = None
 
     def commit_waits(self, request: SaveRequest) -> None:
-        """The functions of a save end while its commit waits for them."""
+        """The functions of a step, of whatever run, end while its commit waits for them."""
         job = self.job_at(request.root)
-        if job and job.running and job.running[0] == (request.run, request.step, request.kind):
-            self.ending = threading.Timer(0.02, job.running[1])
+        if not (job and job.running):
+            return
+        (_, step, kind), end = job.running
+        if step == request.step and kind in SERVES_AS[request.kind]:
+            self.ending = threading.Timer(0.02, end)
             self.ending.start()
             job.running = None
 
