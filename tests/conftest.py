@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stays
     # short, for the sockets below it
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
-    config.add_cleanup(partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
+    # after multiprocessing has removed its own, with a priority of -100
+    Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-101)
 
 
 @pytest.hookimpl(wrapper=True)
