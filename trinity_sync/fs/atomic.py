@@ -30,6 +30,8 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 """Error numbers of a full disk, and of a user's quota."""
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, *NO_ROOM}
 """Error numbers of a folder that this user may read and not write, or that has no room."""
+STALE_S = 2.0
+"""Seconds for which a file of NFS that is opened may be one that another node has removed."""
 WRONG_KIND = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 """Error numbers of a link, a file, a folder or a pipe in the place of something else."""
 REMOVED_PREFIX = ".nfs"
@@ -129,18 +131,20 @@ def open_no_follow(path: Path, mode: str = "rb") -> IO[bytes]:
     return open(path, mode, opener=open_regular)
 
 
-def read_file(path: Path, *, tries: int = 10) -> bytes:
+def read_file(path: Path) -> bytes:
     """Return the content of a record, which any user may have written; raises as `open_regular`.
 
-    One that is replaced on NFS while it is read is stale, and is read again.
+    One that is replaced or removed on NFS while it is read is stale, until this node has heard so.
     """
-    try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
-            return file.read(min(os.fstat(file.fileno()).st_size, _MOST_BYTES))
-    except OSError as error:
-        if error.errno != errno.ESTALE or tries == 1:
-            raise
-    return read_file(path, tries=tries - 1)
+    end = time.monotonic() + STALE_S
+    while True:
+        try:
+            with open(open_regular(path, os.O_RDONLY), "rb") as file:
+                return file.read(min(os.fstat(file.fileno()).st_size, _MOST_BYTES))
+        except OSError as error:
+            if error.errno != errno.ESTALE or time.monotonic() > end:
+                raise
+        time.sleep(0.01)
 
 
 @pinned

@@ -31,9 +31,10 @@ from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.integrations.verl.fsdp.state_dict import check_loadable
 from trinity_sync.remote.download import fetch
 from trinity_sync.remote.upload import replicate
+from trinity_sync.retention import prune as prune_module
 from trinity_sync.retention.policies import parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
-from trinity_sync.retention.removal import Rules
+from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.saves.journal import Journal, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
@@ -50,7 +51,7 @@ from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.replace import quarantine_folder, replacing_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import list_runs, open_run
-from trinity_sync.storage.save_functions import FunctionStatus, read_statuses, write_status
+from trinity_sync.storage.save_functions import FunctionStatus, read_statuses
 from trinity_sync.storage.steps_in_use import (
     acquire_removal_lock,
     lease_to_read,
@@ -195,6 +196,13 @@ def time_behind(gate: Path) -> float:
     """What time it is once the other end of the pipe was opened and closed."""
     gate.read_bytes()
     return time.time()
+
+
+def prune_behind(gate: Path, root: Path, planned: RemovalPlan) -> None:
+    """Prune, once the other end of the pipe was opened and closed after the look at leases."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prune_module, "_find_save_in_flight", lambda *_: gate.read_text())
+        prune(root, planned)
 
 
 def serve(threads: int) -> None:
@@ -541,22 +549,15 @@ def test_a_node_that_was_cut_off_in_a_commit_leaves_alone_what_was_committed_sin
 
 
 def test_a_node_that_was_cut_off_in_a_removal_leaves_a_step_that_was_leased_since(
-    root: Path, spool_folder: Path, cut_off: Node
+    root: Path, gate: Path, cut_off: Node
 ) -> None:
     commit_steps(root, 1, 2)
-    spool = open_job_spool(spool_folder, root)
-    write_status(spool, FunctionStatus("save", 1, 1, "checkpoint", 0, "1/1", state="failed"))
-    (gate,) = spool.receipts.iterdir()  # looked at after leases
-    receipt = gate.read_text()
-    gate.unlink()
-    os.mkfifo(gate)
     planned = plan_prune(root, keep_last(1), time.time())
-    cut_off.begin(partial(prune, spool=spool_folder), root, planned)
-    with gate.open("w") as file:
+    cut_off.begin(prune_behind, gate, root, planned)
+    with gate.open("w"):
         cut_off.network("down")
         lease = acquire_lease(root, 1, "explorer")
         cut_off.network("up")
-        file.write(receipt)
     with lease, pytest.raises(CommitError, match="lost the lock"):
         cut_off.end()
     assert require_committed(root, 1)
