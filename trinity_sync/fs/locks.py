@@ -109,11 +109,7 @@ class LockFile:
         self.wait(lambda: self.try_acquire(shared=shared), limit_s)
 
     def wait(self, attempt: Callable[[], bool], limit_s: float) -> None:
-        """Wait until ``attempt``, which tries to acquire a lock of the file, returns True.
-
-        Raises:
-            LockTimeoutError: as `acquire`.
-        """
+        """Do as `acquire` by an ``attempt``, which tries to acquire a lock of the file."""
         began, warn_s = time.monotonic(), WARN_S if math.isfinite(limit_s) else WARN_LATE_S
         while not attempt():
             waited = time.monotonic() - began
@@ -295,11 +291,7 @@ def try_acquire_file_lock(path: Path) -> Iterator[bool]:
 def acquire_commit_lock(
     root: str | Path, *, limit_s: float = LONG_S
 ) -> AbstractContextManager[LockFile]:
-    """Hold the commit lock of a root within the block; wait for commits and rewinds in flight.
-
-    Raises:
-        LockTimeoutError: it was not released within ``limit_s``.
-    """
+    """Do as `acquire_file_lock` with the commit lock of a root, which commits and rewinds hold."""
     return acquire_file_lock(Path(root) / PRIVATE_FOLDER / "commit.lock", limit_s=limit_s)
 
 

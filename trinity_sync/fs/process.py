@@ -179,7 +179,6 @@ def _read_lock_name(fd: int) -> str:
 
 
 def _list_acquirers(lock: str) -> list[int]:
-    """Return the processes that acquired a lock."""
     found = []
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()

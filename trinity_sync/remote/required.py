@@ -1,10 +1,5 @@
 """Required remote: a step counts once the remote has it; the root may vanish.
 
-::
-
-    url/global_step_40/manifest.json        its appearance is the commit in the remote
-    url/.trinity_sync/runs/3.json           run 3 writes here, and no other run of its number
-
 A checkpoint is committed in the root, replicated (`replicate_and_record`), and recorded as
 replicated. With its first step, a run creates a record of its number in the remote, by a write that
 succeeds once (``If-None-Match`` on S3); manifests are created the same way. So of two trainings

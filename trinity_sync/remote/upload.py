@@ -4,14 +4,8 @@ Files are digested as they are read, so a corrupted file is never copied under a
 sizes of uploaded files are compared; the remote's protocol vouches for their bytes (S3 compares a
 checksum of each part). `fetch` compares every digest. The step is leased while it is read.
 
-A remote holds the steps of one job, whose identity is in a small file there.
-
-::
-
-    url/.trinity_sync/identity.json     as in the root, see `snapshot.identity`
-    url/.trinity_sync/runs/3.json       as in the root, of each run that has sent a step
-
-Steps are numbered alike in all jobs, so two jobs in one remote would take and remove each other's.
+A remote holds the steps of one job, whose identity is there, and each run that has sent a step:
+steps are numbered alike in all jobs, so two jobs in one remote would take and remove each other's.
 So would two roots of one job, of which one is a copy that cannot see the other: their runs have the
 same numbers and other keys.
 """

@@ -97,10 +97,8 @@ def prune(
     """Remove what was planned and nothing else, as far as it is still valid; return what was.
 
     Images in ``spool``, this node's, may need the files of a step. ``recycle``, as in the settings,
-    keeps large files for block reuse, as many bytes as the largest of the newest steps has.
-
-    Raises:
-        OSError, CommitError, LockTimeoutError: as `carry_out`.
+    keeps large files for block reuse, as many bytes as the largest of the newest steps has. Raises
+    as `carry_out`.
     """
     job = JobSpool(spool / job_id(root)) if spool else None
     for error in job.tickets()[1] if job else []:

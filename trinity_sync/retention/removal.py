@@ -236,11 +236,7 @@ class Place(Protocol):
         """Return the path or URL, for messages."""
 
     def list_steps(self) -> Iterable[StepInfo]:
-        """Return the committed steps, each with the place's own reasons.
-
-        Raises:
-            FormatError: another release has committed a step.
-        """
+        """Return the committed steps, each with the place's own reasons; raises as `read_step`."""
 
     def read_step(self, step: int) -> StepInfo | None:
         """Return a step as it is now; None if it is gone.
@@ -260,7 +256,7 @@ class Place(Protocol):
 def describe_steps(place: Place, *, just_committed: int | None = None) -> list[StepInfo]:
     """Return the steps of a place, oldest first, with all reasons to keep them.
 
-    The step ``just_committed``, whose save requests the removal of others, is kept.
+    One of these is that a step was ``just_committed``, by the save that requests the removals.
 
     Raises:
         FormatError: another release has made the root, committed a step or begun a run.

@@ -14,6 +14,8 @@ They are updated after the manifest, atomically, and only forward: by step withi
 run counts as newer than every earlier run, because it resumed from an earlier step on purpose. A
 step of another system, which has no manifest, belongs to the run in which the pointer was written.
 A pointer moves back only from a corrupted step (`repair_latest_pointer`).
+
+Whatever reads manifests or runs here raises `FormatError` if another release has written one.
 """
 
 import logging
@@ -103,9 +105,6 @@ def read_step_state(
 
     ``runs`` decide whether it is superseded; they are read from the root by default. ``paths`` are
     as in `require_committed`.
-
-    Raises:
-        FormatError: another release has committed it.
     """
     try:
         manifest = read_manifest(root, step)
@@ -121,7 +120,7 @@ def read_step_state(
 
 
 def is_valid(root: str | Path, step: int) -> bool:
-    """Return whether a step is committed, and no run has superseded it; raises as above."""
+    """Return whether a step is committed, and no run has superseded it."""
     return read_step_state(root, step, paths=()).state == "valid"
 
 
@@ -150,11 +149,7 @@ def read_manifest_state(
 
 
 def list_known_runs(root: str | Path) -> list[Run]:
-    """Return the runs of a job; none, with a warning, if a record of them is torn.
-
-    Raises:
-        FormatError: as `list_runs`.
-    """
+    """Return the runs of a job; none, with a warning, if a record of them is torn."""
     try:
         return list_runs(root)
     except CommitError as error:
@@ -165,11 +160,7 @@ def list_known_runs(root: str | Path) -> list[Run]:
 def iter_committed_steps(
     root: str | Path, steps: Iterable[int] | None = None
 ) -> Iterator[Manifest]:
-    """Yield the manifests of the committed steps, by default all; log those that are torn.
-
-    Raises:
-        FormatError: another release has committed a step, so nothing of the root is known.
-    """
+    """Yield the manifests of the committed steps, by default all; log those that are torn."""
     for step in steps_on_disk(root) if steps is None else steps:
         try:
             manifest = read_manifest(root, step)
@@ -227,9 +218,6 @@ def find_newest(
 
     It goes by manifests, not by the latest pointer, which may lag behind after a crash. ``healthy``
     and ``without`` are as in `iter_newest_first`.
-
-    Raises:
-        FormatError: another release has committed a step.
     """
     return next(iter_newest_first(root, kind, healthy=healthy, without=without), None)
 
@@ -240,9 +228,6 @@ def list_newest_first(
     """Return the manifests of `iter_newest_first`, also of corrupted steps: no file is looked at.
 
     ``reduced`` adds the steps of which retention has kept the weights, and merges.
-
-    Raises:
-        FormatError: another release has committed a step.
     """
     every = (each for each in iter_committed_steps(root) if each.step not in without)
     found = [each for each in every if each.serves(kind) or (reduced and each.is_reduced)]
@@ -258,9 +243,6 @@ def iter_newest_first(
 
     Superseded steps are left out, see `find_superseded_steps`; those ``without`` supersede none.
     ``healthy`` excludes steps with values that are not finite.
-
-    Raises:
-        FormatError: another release has committed a step.
     """
     for manifest in list_newest_first(root, kind, without=without):
         if healthy and manifest.nonfinite:
@@ -285,7 +267,6 @@ def require_committed(
     Raises:
         CommitError: the step is not committed, files are missing or truncated, or a verification
             found it corrupted.
-        FormatError: another release has committed it.
     """
     return read_step_state(root, step, runs=(), paths=paths).require_loadable()
 
@@ -515,9 +496,6 @@ def repair_latest_pointer(
     if no other step can be loaded.
 
     Return the steps that the pointer named before and after; None if it is unchanged.
-
-    Raises:
-        FormatError: another release has committed a step, or has begun a run.
     """
     path, current = Path(root) / ITERATION_FILES[kind], read_latest_pointer(root, kind)
     best = find_newest(root, kind, without=without or ())

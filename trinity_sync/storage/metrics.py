@@ -54,11 +54,7 @@ class MetricsLog:
         self._recorded: deque[tuple[int, Mapping[str, float]]] = deque()
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Submit metrics to be written; see `CheckpointCoordinator.record_metrics`.
-
-        Raises:
-            ConfigError: as `check_metrics`.
-        """
+        """Submit metrics to be written, and raise as `check_metrics`; see `record_metrics`."""
         self._recorded.append((step, check_metrics(step, metrics)))
         self.flush()
 
@@ -130,11 +126,7 @@ def check_metrics(step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def find_run_of_step(root: str | Path, step: int) -> int:
-    """Return the run that committed a step, otherwise the newest run, which would commit it.
-
-    Raises:
-        CommitError, FormatError: as `list_runs`.
-    """
+    """Return the run that committed a step, otherwise the newest, as `list_runs` has it."""
     newest = find_newest_run(root)
     return read_run_number(root, step) or (newest.number if newest else 1)
 
@@ -196,11 +188,7 @@ def add_metrics(save: SaveId, metrics: Mapping[str, float]) -> None:
 
 
 def remove_metrics(root: str | Path, step: int, run: int) -> None:
-    """Remove the metrics of a run's removed step, and those of earlier runs.
-
-    Raises:
-        LockTimeoutError: as `write_metrics`.
-    """
+    """Remove the metrics of a run's removed step, and earlier runs'; raises as `write_metrics`."""
     path = _file(root, step)
     if not path.exists():
         return

@@ -169,11 +169,7 @@ def await_node_shards(save: SaveId, *, rank_timeout_s: float) -> list[NodeShards
 
 
 def is_on_several_nodes(save: SaveId) -> bool:
-    """Return whether the ranks of a save are on more than one node, as far as they are known.
-
-    Raises:
-        OSError, CommitError, FormatError: as `read_placement`.
-    """
+    """Return whether placements name several nodes for a save; raises as `read_placement`."""
     places = (read_placement(save.root, save.run, save.run_key, role) for role in save.roles)
     return len({(each.node, each.spool) for of in places for each in of or ()}) > 1
 

@@ -128,7 +128,6 @@ def rewind(
 
 
 def _make_folder(root: Path, now: float) -> Path:
-    """Create a new folder in quarantine, and return its path."""
     folder = timed_folder(root, now)
     while folder.exists():
         folder = folder.with_name(folder.name + "_")

@@ -398,10 +398,7 @@ def find_living_run(root: str | Path, key: str) -> tuple[Run, str] | None:
     """Return the run that a process is still part of, and a description of the process.
 
     Of the runs that processes have begun, the newest counts: earlier ones are superseded. The
-    caller's run, which has ``key``, does not count.
-
-    Raises:
-        CommitError, FormatError: as `list_runs`.
+    caller's run, which has ``key``, does not count. Raises as `list_runs`.
     """
     for run in sorted(list_runs(root), key=lambda each: each.number, reverse=True):
         path = _lock_path(root, run.number)

@@ -97,7 +97,7 @@ def choose_files(
 
     Raises:
         CommitError: ``step`` is not committed.
-        FormatError: another release has made the root or committed ``step``.
+        FormatError: another release has made the root or committed a step.
     """
     read_identity(root)  # which refuses a root of another release
     if step is not None and read_manifest(root, step) is None:
@@ -121,10 +121,7 @@ def choose_files(
 def judge_manifests(root: str | Path, step: int | None = None) -> list[VerifiedStep]:
     """Return the steps, or ``step`` alone, whose manifest is torn or was altered.
 
-    They are corrupted, and have no files that can be chosen.
-
-    Raises:
-        FormatError: another release has committed a step.
+    They are corrupted, and have no files that can be chosen. Raises as `choose_files`.
     """
     found = []
     for each in steps_on_disk(root) if step is None else [step]:
