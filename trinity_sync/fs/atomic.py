@@ -32,6 +32,8 @@ UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, *NO_ROOM}
 """Error numbers of a folder that this user may read and not write, or that has no room."""
 STALE_S = 2.0
 """Seconds for which a file of NFS that is opened may be one that another node has removed."""
+UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+"""Error numbers of file systems without direct I/O, or without an exchange of names."""
 WRONG_KIND = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 """Error numbers of a link, a file, a folder or a pipe in the place of something else."""
 REMOVED_PREFIX = ".nfs"
@@ -42,7 +44,6 @@ _LINKED = "it is a link that another user may have made, and is not followed; mo
 _IRREGULAR = "it is a link, a pipe or otherwise no regular file, and is not opened; move it away"
 _MOST_BYTES = 256 << 20
 """Bytes of a record that are read: one that is longer is torn."""
-_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -270,7 +271,7 @@ def exchange_names(one: Path, other: Path) -> bool:
     if not renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), flag):
         return True
     code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
+    if code in UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code), os.fspath(one))
 
@@ -302,11 +303,7 @@ def open_fd(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def read_uncached(path: Path) -> bytes:
-    """Return the content of a record that another node may just have created or replaced.
-
-    Raises:
-        OSError: as `open_regular`.
-    """
+    """Return what `read_file` does of a record that another node may just have replaced."""
     revalidate_folder(path.parent.parent)
     revalidate_folder(path.parent)
     return read_file(path)
@@ -412,9 +409,6 @@ def write_in_place(
 FileSignature = tuple[int, int, int] | None
 """Inode, size and time (ns) of a file or folder; None if there is none."""
 
-LEAST_PAUSE_S = 0.01
-MOST_PAUSE_S = 0.2
-
 _TICK_NS = 100_000_000
 """Nanoseconds within which a file system may give two changes the same time: some ms on Linux."""
 
@@ -431,9 +425,9 @@ def read_signature(path: Path) -> FileSignature:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def lengthen_pauses(most_s: float = MOST_PAUSE_S) -> Iterator[float]:
+def lengthen_pauses(most_s: float = 0.2) -> Iterator[float]:
     """Yield the seconds between two looks of a wait, which double up to ``most_s``."""
-    pause_s = LEAST_PAUSE_S
+    pause_s = 0.01
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, most_s)

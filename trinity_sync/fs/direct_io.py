@@ -26,7 +26,7 @@ from pathlib import Path
 
 import xxhash
 
-from trinity_sync.fs.atomic import open_fd, open_regular
+from trinity_sync.fs.atomic import UNSUPPORTED, open_fd, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ def no_progress(done: int, total: int = 0) -> None:
 OnWritten = Callable[[int, int], object]
 """Called with the offset of what has been written, and its size in bytes."""
 
-LARGEST = 16 << 20
-"""Most bytes that are admitted at a time."""
+CHUNK = 16 << 20
+"""Most bytes that are written, and admitted, at a time."""
 _MOST_AHEAD = 64
-"""Most writers of `LARGEST` bytes that wait in a line; a time further ahead is wrong."""
+"""Most writers of `CHUNK` bytes that wait in a line; a time further ahead is wrong."""
 _PAID_AT = struct.Struct("<d")
 
 
@@ -72,7 +72,7 @@ class RateLimit:
         self._warned = False
 
     def admit(self, nbytes: int) -> None:
-        """Wait until bytes, at most `LARGEST`, may be written, and count them.
+        """Wait until bytes, at most `CHUNK`, may be written, and count them.
 
         Without its file, as in a full spool, there is no limit: a write does not fail for it.
         """
@@ -90,19 +90,16 @@ class RateLimit:
             content = os.pread(fd, _PAID_AT.size, 0)
             paid_at = _PAID_AT.unpack(content)[0] if len(content) == _PAID_AT.size else now
             wait_s = max(0.0, paid_at - now)
-            if wait_s > _MOST_AHEAD * LARGEST / self._bytes_per_s:  # from before a reboot
+            if wait_s > _MOST_AHEAD * CHUNK / self._bytes_per_s:  # from before a reboot
                 wait_s = 0.0
             os.pwrite(fd, _PAID_AT.pack(now + wait_s + nbytes / self._bytes_per_s), 0)
         self._sleep(wait_s)
 
 
 ALIGNMENT = 4096
-CHUNK = LARGEST
 IN_FLIGHT = 4
 """Number of chunks in flight: with one, the disk is idle between two of them."""
 DIGEST = "xxh3-128"
-_NO_DIRECT_IO = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
-"""Error numbers of file systems without direct I/O."""
 PIECE = 4 << 20
 READERS = 4
 SCATTERED = 1 << 20
@@ -171,7 +168,7 @@ def _open(path: Path, flags: int, direct: bool = True) -> tuple[int, bool]:
         try:
             return open_regular(path, flags | os.O_DIRECT, 0o644), True
         except OSError as error:
-            if error.errno not in _NO_DIRECT_IO:
+            if error.errno not in UNSUPPORTED:
                 raise
     return open_regular(path, flags, 0o644), False
 
@@ -205,7 +202,7 @@ def _write_chunk(
             if not count:  # as of a FUSE server: it would do so for ever
                 raise OSError(errno.EIO, "the file system writes nothing, and names no error")
         except OSError as error:
-            if not direct or error.errno not in _NO_DIRECT_IO:
+            if not direct or error.errno not in UNSUPPORTED:
                 raise
             direct = _turn_off_direct(fd)
     with suppress(OSError):  # it is advice to the kernel
@@ -362,7 +359,7 @@ def _read(fd: int, piece: memoryview, offset: int) -> int:
         try:
             count = os.preadv(fd, [piece[done:]], offset + done)
         except OSError as error:
-            if not direct or error.errno not in _NO_DIRECT_IO:
+            if not direct or error.errno not in UNSUPPORTED:
                 raise
             direct = _turn_off_direct(fd)
             continue

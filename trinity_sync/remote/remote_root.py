@@ -11,6 +11,8 @@
 Bytes are streamed in chunks, whatever the size of a file. Credentials and the address of the
 service come from the environment only (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` and so on for
 S3), so that no parameter, log or message contains them.
+
+Whatever reads manifests, runs or the identity raises `FormatError` if another release has sent it.
 """
 
 import errno
@@ -166,22 +168,14 @@ class Remote:
                 )
 
     def list_steps(self) -> list[RemoteStep]:
-        """Return all steps in the remote by number, committed or not.
-
-        Raises:
-            FormatError: another release has sent a step.
-        """
+        """Return all steps in the remote by number, committed or not."""
         found = (step_of_folder(name) for name in self._list_names("", "list the steps of"))
         numbers = sorted(number for number in found if number is not None)
         with ThreadPoolExecutor(_PARALLEL_READS, "steps") as pool:
             return list(pool.map(self.read_step, numbers))
 
     def read_step(self, step: int) -> RemoteStep:
-        """Return a step with its state; the step need not exist.
-
-        Raises:
-            FormatError: another release has sent it.
-        """
+        """Return a step with its state; the step need not exist."""
         try:
             manifest = self.read_manifest(step)
         except ManifestError:
@@ -193,11 +187,7 @@ class Remote:
         return RemoteStep(step, manifest, "valid" if valid else "corrupted")
 
     def iter_newest_first(self) -> Iterator[Manifest]:
-        """Yield the manifests of the valid steps, newest first, without superseded ones.
-
-        Raises:
-            FormatError: another release has sent a step.
-        """
+        """Yield the manifests of the valid steps, newest first, without superseded ones."""
         steps = self.list_steps()
         for step in (each.step for each in steps if each.state == "corrupted"):
             warn_once(f"leaving out step {step}: see trinity-sync verify {self.url} {step}")
@@ -212,7 +202,6 @@ class Remote:
 
         Raises:
             ManifestError: the manifest is torn or was altered.
-            FormatError: another release has sent it.
         """
         content = self.read_file(step, MANIFEST)
         where = f"{self.url}/global_step_{step}/{MANIFEST}"
@@ -267,7 +256,6 @@ class Remote:
 
         Raises:
             RemoteError: the file is torn.
-            FormatError: another release has written it.
         """
         content, where = self._read(IDENTITY_FILE), f"{self.url}/{IDENTITY_FILE}"
         try:
@@ -285,11 +273,7 @@ class Remote:
         return self.read_identity()
 
     def list_runs(self) -> list[Run]:
-        """Return the runs that have sent steps, by number; skip torn records.
-
-        Raises:
-            FormatError: a run is of another release.
-        """
+        """Return the runs that have sent steps, by number; skip torn records."""
         names = self._list_names(f"/{PRIVATE_FOLDER}/runs", "list the runs of")
         found = (parse_number(name.removesuffix(".json")) for name in names)
         numbers = sorted(number for number in found if number is not None)
@@ -420,25 +404,19 @@ class Remote:
     def record_upload(self, step: int, record: FileRecord) -> None:
         """Record a complete file, so that an interrupted upload resumes after it."""
         with self._translate_errors(f"check {record.path} of step {step} in"):
-            state = str(self._fs.ukey(self._path(step, record.path)))
-        uploaded = _Uploaded(record.nbytes, record.digest, state)
-        self.write_file(step, f"{UPLOADED}/{record.path}", encode_record(uploaded).encode())
+            content = self._describe_upload(step, record)
+        self.write_file(step, f"{UPLOADED}/{record.path}", content)
 
     def is_uploaded(self, step: int, record: FileRecord) -> bool:
         """Return whether a file was uploaded and recorded, and is unchanged since."""
-        name = f"{UPLOADED}/{record.path}"
-        try:
-            found = decode_record(
-                _Uploaded, self.read_file(step, name) or b"", f"{self.url}/{name}"
-            )
-        except ValueError:
-            return False
-        with self._translate_errors(f"check {record.path} of step {step} in"):
-            try:
-                state = str(self._fs.ukey(self._path(step, record.path)))
-            except FileNotFoundError:
-                return False
-        return found == _Uploaded(record.nbytes, record.digest, state)
+        found, gone = self.read_file(step, f"{UPLOADED}/{record.path}"), suppress(FileNotFoundError)
+        with self._translate_errors(f"check {record.path} of step {step} in"), gone:
+            return found is not None and found == self._describe_upload(step, record)
+        return False
+
+    def _describe_upload(self, step: int, record: FileRecord) -> bytes:
+        state = str(self._fs.ukey(self._path(step, record.path)))
+        return encode_record(_Uploaded(record.nbytes, record.digest, state)).encode()
 
     def remove_upload_records(self, step: int) -> None:
         """Remove the upload records of a step that is committed."""

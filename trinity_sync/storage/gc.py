@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trinity_sync.errors import CommitError
 from trinity_sync.fs.atomic import (
     TEMPORARY_SUFFIX,
     is_temporary,
@@ -47,8 +46,8 @@ from trinity_sync.storage.discovery import (
     find_newest,
     is_foreign,
     read_latest_pointer,
+    read_step_state,
     repair_latest_pointer,
-    require_committed,
 )
 from trinity_sync.storage.manifest import read_run_number
 from trinity_sync.storage.persist import parse_image_name
@@ -80,7 +79,9 @@ def repair_latest_pointers(root: Path) -> Iterator[Finding]:
         with acquire_commit_lock(root):
             moved = repair_latest_pointer(root, kind)
             named = read_latest_pointer(root, kind)
-            wrong = None if moved or named is None else _find_error(root, named)
+            wrong = ""
+            if not (moved or named is None or is_foreign(step_folder(root, named))):
+                wrong = read_step_state(root, named, runs=()).reason
         if moved:
             before = "nothing" if moved[0] is None else f"step {moved[0]}"
             yield Finding(str(root), name, "repaired", f"named {before}, names step {moved[1]} now")
@@ -264,16 +265,6 @@ def _remove_paths(root: Path, paths: Iterable[Path], why: str) -> Iterator[Findi
 
 def _is_temporary(path: Path) -> bool:
     return is_temporary(path.name) and path.is_file() and not path.is_symlink()
-
-
-def _find_error(root: Path, step: int) -> str | None:
-    if is_foreign(step_folder(root, step)):
-        return None
-    try:
-        require_committed(root, step)
-    except CommitError as error:
-        return str(error)
-    return None
 
 
 FILE_REPAIRS: tuple[Callable[[Path], Iterator[Finding]], ...] = (

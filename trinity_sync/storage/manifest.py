@@ -239,28 +239,19 @@ def _write_part(folder: Path, run: int, step: int, files: Sequence[FileRecord]) 
     return part
 
 
-def read_parts(
-    folder: Path, parts: Sequence[ManifestPart], ranks: Collection[int] | None
-) -> list[FileRecord]:
-    """Return the files in the parts of a manifest; None stands for all ranks.
-
-    Files of other ranks that are in the same parts are among them.
+def _read_part(folder: Path, part: ManifestPart) -> tuple[FileRecord, ...]:
+    """Return the files in a part of a manifest.
 
     Raises:
-        ValueError: a part is torn or was altered.
-        FileNotFoundError: a part is missing.
+        ValueError: the part is torn or was altered.
+        FileNotFoundError: it is missing.
     """
-    files: list[FileRecord] = []
-    for part in parts:
-        if not (ranks is None or any(part.first_rank <= r <= part.last_rank for r in ranks)):
-            continue
-        if not _NAME.fullmatch(part.name):
-            raise ValueError(f"its part {part.name} is not a part's name")
-        content = read_uncached(folder / part.name)
-        if hashlib.sha256(content).hexdigest() != part.digest:
-            raise ValueError(f"its part {part.name} differs from its digest")
-        files += decode_record(_Part, content, folder / part.name).files
-    return files
+    if not _NAME.fullmatch(part.name):
+        raise ValueError(f"its part {part.name} is not a part's name")
+    content = read_uncached(folder / part.name)
+    if hashlib.sha256(content).hexdigest() != part.digest:
+        raise ValueError(f"its part {part.name} differs from its digest")
+    return decode_record(_Part, content, folder / part.name).files
 
 
 @dataclass(frozen=True)
@@ -527,8 +518,11 @@ def read_manifest(
 def _add_files(manifest: Manifest, folder: Path, ranks: Collection[int] | None) -> Manifest:
     if not manifest.parts:
         return manifest
+    files: list[FileRecord] = []
     try:
-        files = read_parts(folder, manifest.parts, ranks)
+        for part in manifest.parts:
+            if ranks is None or any(part.first_rank <= r <= part.last_rank for r in ranks):
+                files += _read_part(folder, part)
     except ValueError as error:
         raise _bad(folder / MANIFEST, f"is torn or edited ({error})") from error
     _require_below(files, folder / MANIFEST)

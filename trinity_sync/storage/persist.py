@@ -27,11 +27,11 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from trinity_sync.errors import EvictedError, ImageError, SaveError
 from trinity_sync.fs.atomic import (
@@ -98,10 +98,6 @@ class WriteOptions:
     """Niceness of the writing threads, as in nice(1)."""
     refuse_nonfinite: bool = False
     """Whether to refuse weights and optimizers with values that are not finite."""
-
-
-EarlierFiles: TypeAlias = Mapping[str, tuple[Path, FileRecord]]
-"""Files of the newest commits before a save, by their path below the step's folder."""
 
 
 def persist(
@@ -181,7 +177,8 @@ class _Attempt:
     shards: NodeShards
     save: SaveId
     options: WriteOptions
-    earlier: EarlierFiles
+    earlier: Mapping[str, tuple[Path, FileRecord]]
+    """Files of the newest commit before it, by their path below the step's folder."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def write(self, sealed: SealedImage, image: memoryview) -> list[Written]:
@@ -308,7 +305,7 @@ def _refuse_nonfinite(save: SaveId, record: FileRecord) -> None:
         )
 
 
-def _map_earlier_files(save: SaveId, ranks: Collection[int]) -> EarlierFiles:
+def _map_earlier_files(save: SaveId, ranks: Collection[int]) -> dict[str, tuple[Path, FileRecord]]:
     """Map the files of ranks in the newest checkpoint before one; no function writes into either.
 
     A sync's files may be opened by functions of the user, which know their names.
@@ -431,15 +428,10 @@ def unpack_image(ticket: Ticket, image: memoryview) -> Iterator[tuple[str, memor
         yield name if isinstance(content, Path) else f"{ticket.path}/{name}", content
 
 
-@contextmanager
-def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> Iterator[None]:
-    """Hold the write permit of an image within the block; wait for it without a limit.
-
-    A warning names the process that holds it from time to time.
-    """
+def acquire_write_permit(spool: JobSpool, ticket: Ticket) -> AbstractContextManager[object]:
+    """Hold the write permit of an image within the block; wait for it without a limit."""
     path = write_permit_path(spool, ticket)
-    with acquire_file_lock(path, limit_s=math.inf) if path else nullcontext():
-        yield
+    return acquire_file_lock(path, limit_s=math.inf) if path else nullcontext()
 
 
 def write_permit_path(spool: JobSpool, ticket: Ticket) -> Path | None:

@@ -69,7 +69,6 @@ class RestoredShard:
     state: Any
     """State as from ``torch.load``, all tensors on the CPU."""
     source: Source
-    nbytes: int
 
 
 def load_shards(
@@ -169,9 +168,6 @@ def open_states(
     """Yield what `load_states` returns, as views that are valid within the block.
 
     They are borrowed as in `load_shards`; components ``besides`` are left out.
-
-    Raises:
-        CommitError, ConfigError, FormatError: as `load_states`.
     """
     manifest = manifest or require_committed(root, step)
     records = _find_own_shards(root, manifest, role, rank, world_size, only)
@@ -194,11 +190,7 @@ def _find_own_shards(
     world_size: int,
     only: Sequence[str] = (),
 ) -> dict[str, FileRecord]:
-    """Return the shards that a rank loads of a role at a step, by component.
-
-    Raises:
-        CommitError, ConfigError: as `load_states`.
-    """
+    """Return the shards that a rank loads of a role at a step, by component, or raise likewise."""
     step, known = manifest.step, manifest.list_components(role)
     wanted = {only} if isinstance(only, str) else {*only} or known
     if known and (unknown := sorted(wanted - known)):
@@ -236,7 +228,6 @@ def _find_own_shards(
 
 
 def _count_ranks(manifest: Manifest, role: str, default: int) -> int:
-    """Return the number of ranks that saved a role."""
     shards = (record for record in manifest.files if record.role == role and record.is_shard)
     return max((record.world_size for record in shards), default=default)
 
@@ -415,7 +406,7 @@ def _read(file: _ShardFile, *, borrow: bool = False) -> memoryview:
 
 def _unpickle(file: _ShardFile, image: memoryview) -> RestoredShard:
     state = load_image(image, file.path, trusted=file.trusted)
-    return RestoredShard(state, "spool" if file.slot else "disk", len(image))
+    return RestoredShard(state, "spool" if file.slot else "disk")
 
 
 def make_read_error(path: Path, error: OSError) -> CommitError:
@@ -427,20 +418,12 @@ def make_read_error(path: Path, error: OSError) -> CommitError:
 
 
 def require_size(path: Path, record: FileRecord, nbytes: int) -> None:
-    """Require that a file has the size of its record: no digest tells of bytes beyond the end.
-
-    Raises:
-        CommitError: the sizes differ.
-    """
+    """Raise `CommitError` if a file has not the size of its record: digests end with that."""
     _require(path, nbytes == record.nbytes, f"it has {nbytes:,} bytes", f"{record.nbytes:,}")
 
 
 def require_digest(path: Path, record: FileRecord, found: str) -> None:
-    """Require that a file has the digest of its record.
-
-    Raises:
-        CommitError: the digests differ.
-    """
+    """Raise `CommitError` if a file has not the digest of its record."""
     _require(path, found == record.digest, f"its digest is {found}", record.digest)
 
 
@@ -455,11 +438,7 @@ def _require(path: Path, is_valid: bool, found: str, recorded: str) -> None:
 def require_digests(
     folder: Path, records: Iterable[FileRecord], on_read: Callable[[int], object] = no_progress
 ) -> None:
-    """Read the files of a step's folder, and require that they have the digests of their records.
-
-    Raises:
-        CommitError: the digest of a file differs.
-    """
+    """Read the files of a step's folder; raise `CommitError` if a digest is not its record's."""
     for record in records:
         path = folder / record.path
         require_digest(path, record, digest_file(path, record.nbytes, on_read))

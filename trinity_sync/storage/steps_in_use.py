@@ -18,7 +18,6 @@ A pin is acquired as a lease is, and stays until a user removes it. A tag moves 
 one rename of its file, so it names a step at every instant.
 """
 
-import functools
 import logging
 import math
 import os
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from trinity_sync.errors import CommitError, ConfigError, ManifestError
+from trinity_sync.errors import CommitError, ConfigError, ManifestError, warn_once
 from trinity_sync.fs.atomic import (
     UNWRITABLE,
     list_uncached,
@@ -97,14 +96,11 @@ class Lease(_LeaseRecord):
     """Path of the file; its mtime is when the lease was acquired."""
 
 
-@functools.cache
-def warn_unwritable(root: Path, why: str) -> None:
+def warn_unwritable(root: Path, why: str | None) -> None:
     """Log, once a process, that a root, a real path, can be read and not written."""
-    logger.warning(
-        "%s cannot be written by this process (%s): its steps are read without a lease, so do not "
-        "remove them meanwhile, and none can be saved",
-        root,
-        why,
+    warn_once(
+        f"{root} cannot be written by this process ({why}): its steps are read without a lease, so "
+        "do not remove them meanwhile, and none can be saved"
     )
 
 
@@ -198,11 +194,7 @@ def _prevent_removal(
     """Prevent the removal of a step within the block, and yield its manifest.
 
     The step is committed when the block begins. If ``shared``, other leases and pins can be
-    acquired meanwhile. ``paths`` are as in `require_committed`.
-
-    Raises:
-        CommitError: the step is not committed, or corrupted.
-        FormatError: another release has made the root or committed the step.
+    acquired meanwhile. ``paths`` are as in `require_committed`; raises as `lease_to_read`.
     """
     read_identity(root)  # which refuses a root of another release
     if not _removal_lock_path(root).exists():  # do not create a root that is not mounted here
@@ -357,11 +349,7 @@ def is_pinned(root: str | Path, step: int) -> bool:
 
 
 def list_tags(root: str | Path, *, skip_torn: bool = False) -> dict[str, Pin]:
-    """Return the tags by name; ``skip_torn`` leaves out those whose step is unknown.
-
-    Raises:
-        CommitError: as `list_pins`, unless torn tags are left out.
-    """
+    """Return the tags by name; ``skip_torn``, and what is raised, as in `list_pins`."""
     return {each.name: each for each in list_pins(root, skip_torn=skip_torn) if each.name}
 
 
@@ -477,7 +465,6 @@ def _write_pin(path: Path, pin: _PinRecord, name: str = "") -> Pin:
 
 
 def _read_pin(path: Path) -> Pin | None:
-    """Return the pin of a file, or None if the file does not exist."""
     step = parse_number(path.stem)
     name = path.stem if step is None else ""
     try:

@@ -15,7 +15,6 @@ from tests.support.dying import end_of, refuse_calls
 from trinity_sync.fs.direct_io import (
     CHUNK,
     IN_FLIGHT,
-    LARGEST,
     PIECE,
     READERS,
     RateLimit,
@@ -229,8 +228,8 @@ def test_a_writer_that_is_stopped_while_it_waits_stops_no_other(tmp_path: Path) 
 def test_a_time_far_ahead_from_before_a_reboot_delays_nothing(tmp_path: Path) -> None:
     later, clock = Clock(), Clock()
     later.now = 1e6
-    RateLimit(tmp_path / "rate", LARGEST, clock=later, sleep=later.sleep).admit(LARGEST)
-    RateLimit(tmp_path / "rate", LARGEST, clock=clock, sleep=clock.sleep).admit(LARGEST)
+    RateLimit(tmp_path / "rate", CHUNK, clock=later, sleep=later.sleep).admit(CHUNK)
+    RateLimit(tmp_path / "rate", CHUNK, clock=clock, sleep=clock.sleep).admit(CHUNK)
     assert clock.now == Clock().now
 
 
@@ -239,5 +238,5 @@ def test_a_limit_without_its_file_delays_nothing_and_says_so_once(
 ) -> None:
     limit = RateLimit(tmp_path / "none/rate", 1.0)
     for _ in range(3):
-        limit.admit(LARGEST)
+        limit.admit(CHUNK)
     assert caplog.text.count("writing without a speed limit") == 1
