@@ -10,7 +10,6 @@ rows meanwhile. So the last of several writers has read the newest files.
 """
 
 import logging
-import re
 import sqlite3
 import time
 from collections import defaultdict
@@ -35,6 +34,7 @@ from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.fs.records import describe
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings.values import show_value
 from trinity_sync.snapshot.identity import job_id
 from trinity_sync.storage.discovery import read_manifest_state
 from trinity_sync.storage.manifest import read_manifest
@@ -70,9 +70,9 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
     try:
         engine = _create_engine(url)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        why = str(error).replace(url, _hide_password(url))
+        why = str(error).replace(url, show_value(url))
         raise CatalogError(
-            f"the catalog {_hide_password(url)} cannot be opened: {why}. Set "
+            f"the catalog {show_value(url)} cannot be opened: {why}. Set "
             "catalog.url to one like postgresql+psycopg://user@host/database or "
             "sqlite:////folder/a.db, or unset it."
         ) from error
@@ -88,11 +88,6 @@ def open_catalog(url: str) -> Iterator[sa.Engine]:
             f"the catalog {where} does not answer or fails: {why}. Saves continue without "
             "it; when it is back, run: trinity-sync reconcile ROOT"
         ) from error
-
-
-def _hide_password(url: str) -> str:
-    """Return a URL, which may be invalid, without a password."""
-    return re.sub(r"//[^/]*@", "//***@", url)
 
 
 @lru_cache(maxsize=4)

@@ -167,7 +167,7 @@ def test_the_tables_of_another_release_stay_beside_those_of_this_one(url: str, r
     "url",
     [
         "postgresql+psycopg://nobody@127.0.0.1:9/none",
-        "oracle-of-delphi://",
+        "oracle-of-delphi://user:a/secret@host",
         "no url",
         "sqlite:////proc/nowhere/catalog.db",
         "sqlite://",
@@ -178,6 +178,7 @@ def test_a_catalog_that_is_away_is_one_sentence(url: str) -> None:
     done = run("jobs", "ls", TRINITY_SYNC_STACK__CATALOG__URL=url)
     assert done.returncode == 1
     assert is_one_sentence(done.stderr)
+    assert "secret" not in done.stderr
 
 
 def test_the_commands_show_and_rebuild_it(root: Path, tmp_path: Path) -> None:

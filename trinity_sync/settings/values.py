@@ -106,7 +106,7 @@ def to_text(value: Any) -> str:
 
 def show_value(value: Any) -> str:
     """Return `to_text` of a value without the password of a URL."""
-    return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:***@", to_text(value))
+    return re.sub(r"(//[^/@:]*):.*@", r"\1:***@", to_text(value))
 
 
 Name = tuple[str, ...]

@@ -60,7 +60,7 @@ def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
 
 def test_show_says_where_each_value_is_from_and_no_password(tmp_path: Path) -> None:
     path = tmp_path / "trinity_sync.toml"
-    path.write_text('[worker]\nnice = 5\n[catalog]\nurl = "postgresql://user:secret@host/db"\n')
+    path.write_text('[worker]\nnice = 5\n[catalog]\nurl = "postgresql://user:a/n@secret@host/db"\n')
     with environment({"TRINITY_SYNC_SLOTS": "3", "TRINITY_SYNC_STACK__SERVER__PORT": "5000"}):
         shown = invoke("config", "show", "--config", path, "-o", "json")
         rows = json.loads(shown.stdout)["settings"]
