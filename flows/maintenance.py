@@ -31,7 +31,7 @@ from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.orchestration.step_events import emit_step_event
 from trinity_sync.retention.removal import RemovalPlan
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, read_settings
 from trinity_sync.snapshot.identity import job_id
 from trinity_sync.storage.gc import Finding
 from trinity_sync.storage.verify import VerifiedStep
@@ -128,7 +128,7 @@ async def request_replication(request: SaveRequest, url: str) -> None:
         "tags": request.tags[:3],  # without a kind: lists of saves leave it out
         "idempotency_key": f"{request.key}/replicate",
     }
-    async with PrefectApi(Settings()) as api:
+    async with PrefectApi(read_settings()[0]) as api:
         await api.create_flow_run(fields, DEPLOYMENT)
 
 
@@ -202,7 +202,7 @@ async def reconcile(root: str | None = None, grace_s: float = GRACE_S) -> None:
         grace_s: Minimum age in seconds of a file or slot that is removed as unused.
     """
     found = await run_here(root, on_node.repair, root, grace_s)
-    await _create_findings_artifacts(found, Settings())
+    await _create_findings_artifacts(found, read_settings()[0])
 
 
 async def _create_findings_artifacts(found: Sequence[Finding], settings: Settings) -> None:

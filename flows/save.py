@@ -63,6 +63,7 @@ from trinity_sync.pipeline.save import (
 from trinity_sync.pipeline.several_nodes import await_commit
 from trinity_sync.saves.journal import Journal, SaveState
 from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.settings import read_settings
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.uncommitted import Persisted
 
@@ -274,7 +275,7 @@ class FlowDriver(Driver):
         if run := self._run:
             url = ""
             with suppress(PrefectApiError):  # no server is named any longer
-                url = PrefectApi(on_node.read_settings()[0]).get_page(run.id)
+                url = PrefectApi(read_settings()[0]).get_page(run.id)
             await try_tell(self.request, state, why, url=url, start=run.run_count)
 
     async def _find_nodes(self) -> None:

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.errors import StackError
 from trinity_sync.orchestration.on_node import Outcome, call
-from trinity_sync.settings import Settings
+from trinity_sync.settings import read_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +64,7 @@ async def run_here(
     root: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run a function in a Ray process of the flow run's own node, see `run_on_node`."""
-    return await run_on_node(Settings().node, root, function, *args, **kwargs)
+    return await run_on_node(read_settings()[0].node, root, function, *args, **kwargs)
 
 
 def list_living_nodes() -> dict[str, str]:

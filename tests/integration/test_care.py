@@ -83,7 +83,8 @@ def test_a_job_is_looked_after_from_its_commit_to_its_export(
     for step, export in ((1, "hf_model"), (2, "")):
         saves.save(step, {"model": model.state_dict()}, metadata=metadata, export=export)
         saves.wait_all(250)
-    until(lambda: root in list_known_roots(stack_settings), "the node to know of the job")
+    stack = StackSettings()
+    until(lambda: root in list_known_roots(stack_settings, stack), "the node to know of the job")
 
     folder = root / "global_step_1/actor/huggingface"
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -47,7 +47,7 @@ from trinity_sync.orchestration.package_paths import read_deployments
 from trinity_sync.orchestration.prefect_compat import parameter_schema
 from trinity_sync.orchestration.worker import TrinitySyncWorker, load_flow
 from trinity_sync.saves.save_request import QUEUES
-from trinity_sync.settings import MaintenanceSettings, Settings, StackSettings
+from trinity_sync.settings import MaintenanceSettings, StackSettings, read_settings
 
 ANCHOR = datetime(2020, 1, 1, tzinfo=UTC)
 """Time from which intervals are counted, so that they begin at full hours."""
@@ -66,7 +66,7 @@ def open_client(api_url: str | None = None) -> Iterator[SyncPrefectClient]:
     Raises:
         PrefectApiError: No server is known, it cannot be reached, or it refuses a call.
     """
-    server = find_server(Settings().home, api_url)
+    server = find_server(read_settings()[0].home, api_url)
     bypass_proxies(os.environ, *([server.url] if api_url or server.is_own else []))
     named: dict[Any, Any] = {PREFECT_API_URL: server.url}
     if server.login:

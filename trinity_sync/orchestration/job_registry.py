@@ -18,13 +18,13 @@ ANSWER_S = 10.0
 _visits = RootVisits("is it there")
 
 
-def list_known_roots(settings: Settings, stack: StackSettings | None = None) -> list[Path]:
+def list_known_roots(settings: Settings, stack: StackSettings) -> list[Path]:
     """Return the roots of the jobs to maintain, sorted by name.
 
     Roots that do not exist or do not answer, and registered roots that ``worker.allowed_paths`` no
     longer covers, are left out.
     """
-    known = partial(_is_known, stack or StackSettings())
+    known = partial(_is_known, stack)
     found = _visits.visit(list_registered_roots(settings.home), known, limit_s=ANSWER_S)
     return [root for root, is_known in found.items() if is_known]
 
@@ -36,9 +36,7 @@ def _is_known(stack: StackSettings, root: Path) -> bool:
         return False
 
 
-def select_roots(
-    root: str | None, settings: Settings, stack: StackSettings | None = None
-) -> list[Path]:
+def select_roots(root: str | None, settings: Settings, stack: StackSettings) -> list[Path]:
     """Return the given root, a full path, or for None those of all known jobs.
 
     Raises:
@@ -55,13 +53,12 @@ def select_roots(
     return [Path(root).resolve()]
 
 
-def require_allowed(path: str | Path, stack: StackSettings | None = None) -> None:
+def require_allowed(path: str | Path, stack: StackSettings) -> None:
     """Refuse a path, passed as a flow parameter, that flows may not use on this node.
 
     Raises:
         ConfigError: The path is not below one of ``worker.allowed_paths``.
     """
-    stack = stack or StackSettings()
     if not is_allowed(stack, path):
         allowed = ", ".join(map(str, stack.worker.allowed_paths))
         raise ConfigError(
@@ -70,7 +67,7 @@ def require_allowed(path: str | Path, stack: StackSettings | None = None) -> Non
         )
 
 
-def require_allowed_store(url: str, stack: StackSettings | None = None) -> None:
+def require_allowed_store(url: str, stack: StackSettings) -> None:
     """Refuse a remote that is a folder of this node which flows may not use.
 
     The folder that the URL resolves to decides, not its spelling.
@@ -78,7 +75,6 @@ def require_allowed_store(url: str, stack: StackSettings | None = None) -> None:
     Raises:
         ConfigError: The remote is, or may be, a folder that is not allowed; or the URL is invalid.
     """
-    stack = stack or StackSettings()
     if not stack.worker.allowed_paths:
         return
     from trinity_sync.remote.remote_root import (  # slow to import

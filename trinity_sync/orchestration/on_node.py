@@ -4,7 +4,6 @@ An outcome is what a function has returned or raised, in a form that can always 
 """
 
 import logging
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
@@ -34,7 +33,7 @@ from trinity_sync.retention.prune import plan_prune
 from trinity_sync.retention.prune import prune as prune_root
 from trinity_sync.retention.removal import RemovalPlan, Rules
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import read_settings
 from trinity_sync.snapshot.identity import register_root
 from trinity_sync.storage.discovery import read_latest_pointer
 from trinity_sync.storage.gc import Finding
@@ -277,16 +276,3 @@ def prune_after_commit(request: SaveRequest) -> None:
     settings, stack = read_settings()
     done = pipeline.prune_after_commit(request, stack, settings.spool)
     try_mirror(settings, request.root, done.changed, stack)
-
-
-def read_settings() -> tuple[Settings, StackSettings]:
-    """Return the settings of this process, which are read again if its environment has changed.
-
-    Reading them takes 5 ms, more than the other work of a small file.
-    """
-    return _read(frozenset(os.environ.items()))
-
-
-@lru_cache(maxsize=2)
-def _read(_environment: frozenset[tuple[str, str]]) -> tuple[Settings, StackSettings]:
-    return Settings(), StackSettings()

@@ -64,7 +64,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 from trinity_sync.orchestration.recovery.node import NodeRecovery
 from trinity_sync.orchestration.root_threads import run_in_thread
 from trinity_sync.saves.journal import SaveState
-from trinity_sync.settings import RAY_FOLDER, Settings, StackSettings
+from trinity_sync.settings import RAY_FOLDER, read_settings
 from trinity_sync.snapshot.spool import WORKER, try_run_lock
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class TrinitySyncWorker(
     type = "trinity-sync"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._trinity = Settings()
-        self._max_runs = StackSettings().worker.max_runs or math.inf
+        self._trinity, stack = read_settings()
+        self._max_runs = stack.worker.max_runs or math.inf
         super().__init__(*args, **kwargs)
         self._running: dict[UUID, anyio.CancelScope] = {}
         self._cancelled: set[UUID] = set()

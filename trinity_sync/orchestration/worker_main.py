@@ -26,7 +26,7 @@ from trinity_sync.orchestration.deploy import deploy
 from trinity_sync.orchestration.metrics import METRICS
 from trinity_sync.orchestration.package_paths import PACKAGES, TASK_PROCESSES
 from trinity_sync.orchestration.worker import POLL_S, TrinitySyncWorker, load_flow
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import Settings, StackSettings, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,6 @@ async def _require_access(settings: Settings) -> None:
 
 if __name__ == "__main__":
     try:
-        serve(Settings(), StackSettings(), deploys="--deploy" in sys.argv)
+        serve(*read_settings(), deploys="--deploy" in sys.argv)
     except TrinitySyncError as error:
         sys.exit(f"error: {error}")

@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -422,6 +423,22 @@ class StackSettings(_ReadSettings):
             for key, value in values.items()
         }
         return variables | {CONFIG: os.devnull}
+
+
+def read_settings() -> tuple[Settings, StackSettings]:
+    """Return the settings of this process, which are read again if its environment has changed.
+
+    Reading them takes a millisecond or more, as long as the other work of a small file.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
+    return _read(frozenset(os.environ.items()))
+
+
+@lru_cache(maxsize=2)
+def _read(_environment: frozenset[tuple[str, str]]) -> tuple[Settings, StackSettings]:
+    return Settings(), StackSettings()
 
 
 OTHER_VARIABLES = {

@@ -155,7 +155,7 @@ def test_the_other_jobs_are_known_and_shown_by_metrics(
     while jobs() != names:
         time.sleep(0.01)
     with hanging(job.root):
-        assert list_known_roots(settings) == [other.root]
+        assert list_known_roots(settings, StackSettings()) == [other.root]
 
 
 def test_orphaned_saves_of_other_jobs_are_served_at_every_poll(

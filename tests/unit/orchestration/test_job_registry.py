@@ -21,17 +21,17 @@ def test_jobs_are_known_while_they_are_there_allowed_and_not_forgotten_or_if_the
     one, two = job_at(tmp_path / "a/ckpts"), job_at(tmp_path / "b/ckpts")
     for root in (one, two, one):
         register_root(settings.home, root)
-    assert sorted(list_known_roots(settings)) == [one, two]
+    assert sorted(list_known_roots(settings, StackSettings())) == [one, two]
     allowed = StackSettings(worker={"allowed_paths": [two]})
     assert list_known_roots(settings, allowed) == [two]
     registry_path(settings.home, one).unlink()
-    assert list_known_roots(settings) == [two]
+    assert list_known_roots(settings, StackSettings()) == [two]
     (settings.home / "roots/torn.json").write_text("{")
     two.rename(tmp_path / "away")
-    assert list_known_roots(settings) == []
+    assert list_known_roots(settings, StackSettings()) == []
     (tmp_path / "away").rename(two)
-    assert list_known_roots(settings) == [two]
-    assert select_roots(str(two), settings) == [two]
+    assert list_known_roots(settings, StackSettings()) == [two]
+    assert select_roots(str(two), settings, StackSettings()) == [two]
     for wrong in ("ckpts", str(tmp_path / "nowhere")):
         with pytest.raises(ConfigError, match="full path of a folder"):
-            select_roots(wrong, settings)
+            select_roots(wrong, settings, StackSettings())

@@ -12,7 +12,7 @@ import pytest
 
 from trinity_sync.fs.locks import acquire_file_lock
 from trinity_sync.orchestration.job_registry import list_known_roots
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import open_job_spool
 
@@ -66,7 +66,7 @@ def test_the_demos_images_and_notes_go_and_those_of_other_jobs_stay(
     (output / "rendezvous-1").touch()
     demo.clean_up(settings, output)
     assert [spool.exists() for spool in spools] == [False, True]
-    assert list_known_roots(settings) == [theirs]
+    assert list_known_roots(settings, StackSettings()) == [theirs]
     assert list(output.iterdir()) == [mine]
 
 

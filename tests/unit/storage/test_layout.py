@@ -23,7 +23,7 @@ from trinity_sync.layout import (
     steps_on_disk,
 )
 from trinity_sync.orchestration.job_registry import list_known_roots
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import register_root
 from trinity_sync.snapshot.spool import get_job_spool
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
@@ -95,7 +95,7 @@ def test_a_root_of_any_name_saves_and_is_known(
     assert job.spool.read_root() == root
     assert get_job_spool(job.spool.folder, job.save(4)) == job.spool
     register_root(settings.home, root)
-    assert list_known_roots(settings) == [root]
+    assert list_known_roots(settings, StackSettings()) == [root]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from trinity_sync.orchestration.recovery.flow_runs import (
 from trinity_sync.orchestration.root_threads import RootVisits, run_in_thread
 from trinity_sync.pipeline.pending import GRACE_S, find_pending_saves
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.settings import Settings
+from trinity_sync.settings import Settings, read_settings
 from trinity_sync.snapshot.spool import JobSpool, try_run_lock
 
 ENDED_S = 86400.0, 600.0
@@ -148,7 +148,7 @@ class NodeRecovery:
         waiting = find_pending_saves(job, grace_s=grace_s)
         try:
             if waiting:
-                require_allowed(next(iter(waiting)).root)
+                require_allowed(next(iter(waiting)).root, read_settings()[1])
                 self._have_served(job, server)
         except (OSError, ValueError, TrinitySyncError) as error:
             warn_once(f"the saves in {job.folder} wait, as this worker starts no saver: {error}")

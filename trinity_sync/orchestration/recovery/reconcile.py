@@ -20,7 +20,7 @@ from trinity_sync.orchestration.recovery.flow_runs import look_at_jobs
 from trinity_sync.orchestration.root_threads import OTHERS_WAIT_S, RootVisits
 from trinity_sync.pipeline.pending import find_pending_saves
 from trinity_sync.saves.save_request import SAVE_DEPLOYMENT
-from trinity_sync.settings import Settings, StackSettings
+from trinity_sync.settings import Settings, read_settings
 from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import sort_job_spools
 from trinity_sync.storage.discovery import iter_committed_steps
@@ -40,7 +40,7 @@ GRACE_S = 3600.0
 async def read_unfinished_saves(api: PrefectApi) -> list[FlowRun]:
     """Read the unfinished runs of saves; those of other flows would be many."""
     name, states = SAVE_DEPLOYMENT.rpartition("/")[2], (*UNDER_WAY, "SCHEDULED")
-    return await api.read_pool_runs(StackSettings().worker.pool, *states, deployment=name)
+    return await api.read_pool_runs(read_settings()[1].worker.pool, *states, deployment=name)
 
 
 def reconcile(
