@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -140,16 +139,10 @@ def _list_settings(root: Path) -> list[SettingRow]:
         read_set_job_settings,
     )
 
-    given = read_set_job_settings(root)
-    settings, default = read_job_settings(root), JobSettings()
+    given, settings = read_set_job_settings(root), read_job_settings(root)
     return [
-        SettingRow(
-            name=each.name,
-            value=getattr(settings, each.name),
-            default=getattr(default, each.name),
-            source="job" if each.name in given else "default",
-        )
-        for each in fields(JobSettings)
+        SettingRow(name, getattr(settings, name), default, "job" if name in given else "default")
+        for name, default in vars(JobSettings()).items()
     ]
 
 

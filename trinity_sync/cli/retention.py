@@ -124,8 +124,7 @@ def rm(
     spool, reuse_files = read_settings().spool, StackSettings().io.reuse_files
     plan = prune_root(root, plan, spool=spool, recycle=reuse_files)
     update_catalog(root, plan.changed)
-    rows = [row for row in _list_pruned(plan, dry_run=False) if row.step in named]
-    report = PruneReport(False, plan.nbytes, rows, [])
+    report = _describe(plan, dry_run=False, steps=named)
     print_object("prune", report, output, lambda: _print_pruned(report, str(root)))
     _refuse(root, named, plan)
 
@@ -147,17 +146,14 @@ def _count(plan: "RemovalPlan") -> str:
     return steps + f" and {len(plan.quarantine)} folders in quarantine" * bool(plan.quarantine)
 
 
-def _describe(plan: "RemovalPlan", *, dry_run: bool) -> PruneReport:
-    rows = _list_pruned(plan, dry_run=dry_run)
-    return PruneReport(dry_run, plan.nbytes, rows, list(plan.quarantine))
-
-
-def _list_pruned(plan: "RemovalPlan", *, dry_run: bool) -> list[PrunedStep]:
-    """Return what became of the steps of a plan, newest first, as rows."""
-    return [
+def _describe(plan: "RemovalPlan", *, dry_run: bool, steps: Set[int] = frozenset()) -> PruneReport:
+    """Return what became of the steps of a plan, by default of all, the newest first."""
+    rows = [
         PrunedStep(step.step, step.nbytes, status, why)
         for step, status, why in reversed(plan.describe(dry_run=dry_run))
+        if not steps or step.step in steps
     ]
+    return PruneReport(dry_run, plan.nbytes, rows, list(plan.quarantine))
 
 
 def _print_pruned(report: PruneReport, root: str) -> None:

@@ -93,13 +93,13 @@ def _parse_sample(text: str) -> int | float:
     """Return a number of bytes, or a share as a float."""
     if not text.endswith("%"):
         return parse_size(text)
+    from trinity_sync.settings.values import to_share
+
     try:
-        share = float(text[:-1]) / 100
+        return to_share(text)
     except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ConfigError(f"--sample {text} is no percentage; pass one such as 2%, or a size")
-    return share
+        why = f"--sample {text} is no percentage; pass one such as 2%, or a size"
+        raise ConfigError(why) from None
 
 
 def _verify_remote(url: str, step: str | None, limit: int) -> "list[VerifiedStep]":

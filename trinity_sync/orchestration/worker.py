@@ -25,7 +25,6 @@ from typing import Any
 from uuid import UUID
 
 import anyio
-import anyio.abc
 import httpx
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
@@ -120,17 +119,8 @@ class TrinitySyncWorker(
             self._trinity, self._infrastructure, self.is_active, self._cancel
         )
 
-    async def run(
-        self,
-        flow_run: FlowRun,
-        configuration: BaseJobConfiguration,
-        task_status: anyio.abc.TaskStatus[Any] | None = None,
-    ) -> BaseWorkerResult:
-        """Refuse to run a flow in an infrastructure; Prefect requires this method.
-
-        Raises:
-            NotImplementedError: Always. `execute_run` runs flows in this process.
-        """
+    async def run(self, *_: Any, **__: Any) -> BaseWorkerResult:
+        """Refuse to run a flow in an infrastructure: `execute_run` runs it in this process."""
         raise NotImplementedError
 
     async def execute_run(self, flow_run: FlowRun) -> None:

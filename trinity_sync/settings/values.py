@@ -32,7 +32,8 @@ def _to_duration(value: Any) -> Any:
     return timedelta(seconds=seconds)
 
 
-def _to_share(value: Any) -> Any:
+def to_share(value: Any) -> float:
+    """Return the share of 1 that a percentage is; raise ValueError for another value."""
     if isinstance(value, float) and 0 <= value <= 1:
         return value
     found = re.fullmatch(r"(\d+(?:\.\d+)?)%", value) if isinstance(value, str) else None
@@ -79,7 +80,7 @@ Duration = Annotated[
 """A duration, as text in files and variables: ``90s``, ``2m``, ``6h``, ``30d``, ``03:55:00``."""
 Share = Annotated[
     float,
-    BeforeValidator(_to_share),
+    BeforeValidator(to_share),
     PlainSerializer(lambda value: f"{100 * value:g}%" if value else "off", str, "json"),
 ]
 """A share of 1, as text in files and variables: ``2%``; ``off`` for 0."""

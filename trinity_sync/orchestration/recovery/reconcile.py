@@ -56,15 +56,8 @@ def reconcile(
     left, as are files and slots younger than ``grace_s``. The age of a file is by the clock of its
     root's file server.
     """
-    return list(_repair_files(settings, roots, runs, grace_s))
-
-
-def _repair_files(
-    settings: Settings, roots: Sequence[Path], runs: Iterable[FlowRun] | None, grace_s: float
-) -> Iterator[Finding]:
     jobs, refused = sort_job_spools(settings.spool)
-    for error in refused:
-        yield Finding(str(settings.spool), "images", "left", str(error))
+    found = [Finding(str(settings.spool), "images", "left", str(error)) for error in refused]
     sealed = [image for job in jobs for image in job.tickets()[0]]
     images = {image.ticket.image for image in sealed}
     for image in sealed:
@@ -73,12 +66,12 @@ def _repair_files(
                 "its save failed, and a later save evicts it; run: trinity-sync retry "
                 f"{image.ticket.root} {image.ticket.step}"
             )
-            yield Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why)
+            found.append(Finding(image.ticket.root, f"image of {image.ticket.what}", "left", why))
     busy = None if runs is None else find_busy_steps(runs)
     for request in look_at_jobs(RootVisits("saves"), settings.spool, find_pending_saves):
         if busy is None or request.step not in busy.get(Path(request.root), ()):
             why = "its images wait for a saver; run: trinity-sync status"
-            yield Finding(request.root, request.run_name, "left", why)
+            found.append(Finding(request.root, request.run_name, "left", why))
 
     def repair(root: Path) -> list[Finding]:
         steps = None if busy is None else busy.get(root, set())
@@ -87,13 +80,14 @@ def _repair_files(
         return list(_repair_root(settings, root, steps, images, waiting, grace_s))
 
     for findings in RootVisits("reconcile").visit(roots, repair, each_s=OTHERS_WAIT_S).values():
-        yield from findings
+        found += findings
     for job in jobs:
         try:
             is_fresh = partial(is_recent, now=time.time(), within_s=grace_s)
-            yield from remove_dead_spool(job, is_fresh=is_fresh)
+            found += remove_dead_spool(job, is_fresh=is_fresh)
         except OSError as error:
-            yield Finding(str(job.folder), "memory", "failed", str(error))
+            found.append(Finding(str(job.folder), "memory", "failed", str(error)))
+    return found
 
 
 def _repair_root(
