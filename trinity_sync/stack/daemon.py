@@ -113,7 +113,7 @@ def lower_priority(daemon: Daemon, nice: int) -> None:
 
 
 def await_ready(
-    service: str, daemon: Daemon, is_ready: Callable[[], bool], timeout_s: float
+    service: str, daemon: Daemon, is_ready: Callable[[], object], timeout_s: float
 ) -> None:
     """Poll a daemon until it is ready; the time for which it waits for a CPU does not count.
 

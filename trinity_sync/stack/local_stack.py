@@ -446,12 +446,11 @@ def _await_ray(state: StackState, timeout_s: float) -> StackState:
     if ray is None:
         return state
     if state.joined:
-        daemon.await_ready("the Ray node", ray, lambda: services.has_ray_joined(ray), timeout_s)
+        daemon.await_ready("the Ray node", ray, partial(services.has_ray_joined, ray), timeout_s)
         return state
-    daemon.await_ready(
-        "the Ray node", ray, lambda: bool(services.find_ray_address(state)), timeout_s
-    )
-    return replace(state, ray_address=services.find_ray_address(state) or "")
+    find_address = partial(services.find_ray_address, state)
+    daemon.await_ready("the Ray node", ray, find_address, timeout_s)
+    return replace(state, ray_address=find_address())
 
 
 def _deploy(settings: Settings, stack: StackSettings, state: StackState, timeout_s: float) -> None:

@@ -284,10 +284,10 @@ def has_ray_joined(ray: Daemon) -> bool:
         return b"Ray runtime started" in log.read()
 
 
-def find_ray_address(state: StackState) -> str | None:
-    """Return the address of the Ray node; None until it is ready."""
+def find_ray_address(state: StackState) -> str:
+    """Return the address of the Ray node; empty until it is ready."""
     path = _ray_temp(state) / "ray_current_cluster"
-    return path.read_text().strip() if path.is_file() else None
+    return path.read_text().strip() if path.is_file() else ""
 
 
 def _ray_temp(state: StackState) -> Path:
@@ -326,8 +326,6 @@ def build_environment(
         env = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH_")}
         env.update(state.ray_auth)
     env.update(settings.to_variables())
-    env["TRINITY_SYNC_HOME"] = str(settings.home.absolute())
-    env["TRINITY_SYNC_SPOOL"] = str(settings.spool.absolute())
     env.update(stack.to_variables())
     env[RAY_ADDRESS] = state.ray_address
     # first: the caller's PYTHONPATH may have other flows or tasks, or a trainer's packages
@@ -375,12 +373,11 @@ def accepts_connections(address: str) -> bool:
 
 
 def _start(name: str, command: list[str], settings: Settings, env: dict[str, str]) -> Daemon:
-    home = settings.home.absolute()
-    log = home / "logs" / f"{name}.log"
-    with open_lock_file(home / LOCK_FILE) as lock:  # `has_daemons` tries it for a moment
+    log = settings.home / "logs" / f"{name}.log"
+    with open_lock_file(settings.home / LOCK_FILE) as lock:  # `has_daemons` tries it for a moment
         lock.wait(lambda: lock.try_acquire_range(fcntl.F_RDLCK), TIMEOUT_S)
         command = [sys.executable, *command]
-        return daemon.start(command, env=env, cwd=home, log=log, fds=[lock.fd])
+        return daemon.start(command, env=env, cwd=settings.home, log=log, fds=[lock.fd])
 
 
 def has_daemons(home: Path) -> bool:
@@ -391,7 +388,7 @@ def has_daemons(home: Path) -> bool:
 
 
 def _prefect_home(settings: Settings) -> dict[str, str]:
-    home = settings.home.absolute() / "prefect"
+    home = settings.home / "prefect"
     return {"PREFECT_HOME": str(home), "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui")}
 
 
@@ -422,7 +419,7 @@ def _server_auth(settings: Settings, stack: StackSettings, state: StackState) ->
 
 def _secret(home: Path, name: str, *, user: str = "") -> str:
     """Return 64 random digits after ``user``, from a file of the stack that is created once."""
-    path = home.absolute() / name
+    path = home / name
     if not _is_secret(path):
         make_home(home)
         replace_file(path, user + secrets.token_hex(32), mode=0o600)
