@@ -162,11 +162,6 @@ RECHECK_S = 600.0
 """Seconds after which corruption marks are looked up again: each is a request."""
 
 
-def _make_gauge(name: str, text: str, *others: str) -> GaugeMetricFamily:
-    """Return a gauge with a label for the job, and ``others``."""
-    return GaugeMetricFamily(name, text, labels=["job", *others])
-
-
 class SpoolCollector(Collector):
     """Images that wait in the spool of this node, images that were lost, and free memory."""
 
@@ -175,9 +170,12 @@ class SpoolCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Read the spool."""
-        pending = _make_gauge("trinity_sync_pending_images", "Sealed images that are not committed")
-        age = _make_gauge(
-            "trinity_sync_pending_age_seconds", "Seconds since the oldest of them was sealed"
+        pending, age = (
+            GaugeMetricFamily(f"trinity_sync_pending_{name}", text, labels=["job"])
+            for name, text in (
+                ("images", "Sealed images that are not committed"),
+                ("age_seconds", "Seconds since the oldest of them was sealed"),
+            )
         )
         try:
             for job in list_job_spools(self._spool):
@@ -212,16 +210,23 @@ class _Observed:
     job: str
     newest: dict[Kind, Manifest]
     """Commits that the latest pointers name."""
-    corrupted: int
     counted_at: float
     """When the corrupted steps were counted, by ``time.monotonic``."""
-    failed: int
-    """Saves that failed since the newest commit."""
-    free_bytes: int
-    lags: dict[str, int]
-    """Steps that each reader is behind the newest version, by its name."""
-    metrics: dict[str, float]
-    """Metrics that the run recorded for the newest step, by their names."""
+    values: dict[str, dict[str, float]]
+    """Of each of `GAUGES`, by its label; "" for one without a label."""
+
+
+GAUGES = {
+    "trinity_sync_corrupted_steps": ("Steps on disk that are corrupted", ""),
+    "trinity_sync_failed_saves": ("Saves that failed since the newest commit", ""),
+    "trinity_sync_root_free_bytes": ("Free bytes of the root's file system", ""),
+    "trinity_sync_reader_lag_steps": (
+        "Steps that a reader is behind the newest version of the weights",
+        "reader",
+    ),
+    "trinity_sync_step_metric": ("Metrics that the run recorded for its newest step", "metric"),
+}
+"""Gauges of each known job: what they are, and their label besides that of the job."""
 
 
 class RootObserver(Collector):
@@ -284,30 +289,12 @@ class RootObserver(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return what was observed last."""
-        corrupted = _make_gauge("trinity_sync_corrupted_steps", "Steps on disk that are corrupted")
-        free = _make_gauge("trinity_sync_root_free_bytes", "Free bytes of the root's file system")
-        lag = _make_gauge(
-            "trinity_sync_reader_lag_steps",
-            "Steps that a reader is behind the newest version of the weights",
-            "reader",
-        )
-        failed = _make_gauge(
-            "trinity_sync_failed_saves", "Saves that failed since the newest commit"
-        )
-        recorded = _make_gauge(
-            "trinity_sync_step_metric",
-            "Metrics that the run recorded for its newest step",
-            "metric",
-        )
-        for each in self._observed.values():
-            corrupted.add_metric([each.job], each.corrupted)
-            failed.add_metric([each.job], each.failed)
-            free.add_metric([each.job], each.free_bytes)
-            for reader, behind in each.lags.items():
-                lag.add_metric([each.job, reader], behind)
-            for name, value in each.metrics.items():
-                recorded.add_metric([each.job, name], value)
-        yield from (corrupted, failed, free, lag, recorded)
+        for name, (text, label) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=["job", *([label] if label else [])])
+            for each in self._observed.values():
+                for value_of, value in each.values[name].items():
+                    gauge.add_metric([each.job, *([value_of] if label else [])], value)
+            yield gauge
 
 
 def _exists(root: Path) -> bool:
@@ -329,19 +316,18 @@ def _observe(settings: Settings, root: Path, before: _Observed | None) -> _Obser
         if step is not None and (manifest := read_manifest(root, step, ranks=())):
             newest[kind] = manifest
     if before and now - before.counted_at < RECHECK_S:
-        corrupted, counted_at = before.corrupted, before.counted_at
+        corrupted, counted_at = before.values["trinity_sync_corrupted_steps"], before.counted_at
     else:
         marks = (step_folder(root, step) / CORRUPTION_MARK for step in steps_on_disk(root))
-        corrupted, counted_at = sum(mark.exists() for mark in marks), now
+        corrupted, counted_at = {"": float(sum(mark.exists() for mark in marks))}, now
     statuses = [each.status for each in list_saves(settings, root)]
+    failed = [*takewhile(lambda status: status != "committed", statuses)].count("failed")
     last = max(newest.values(), key=lambda manifest: manifest.step, default=None)
-    return _Observed(
-        job=job_id(root),
-        newest=newest,
-        corrupted=corrupted,
-        counted_at=counted_at,
-        failed=[*takewhile(lambda status: status != "committed", statuses)].count("failed"),
-        free_bytes=shutil.disk_usage(root).free,
-        lags={reader.name: reader.behind for reader in readers},
-        metrics=read_metrics(root, last.run, last.step) if last else {},
-    )
+    values: dict[str, dict[str, float]] = {
+        "trinity_sync_corrupted_steps": corrupted,
+        "trinity_sync_failed_saves": {"": failed},
+        "trinity_sync_root_free_bytes": {"": shutil.disk_usage(root).free},
+        "trinity_sync_reader_lag_steps": {reader.name: reader.behind for reader in readers},
+        "trinity_sync_step_metric": read_metrics(root, last.run, last.step) if last else {},
+    }
+    return _Observed(job_id(root), newest, counted_at, values)
