@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 import typer
-from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.support.command import invoke
@@ -65,16 +64,6 @@ def root(job: Job) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> dict[str, str]:
-    """Variables of a home without a stack."""
-    return {
-        "TRINITY_SYNC_HOME": str(tmp_path / "home"),
-        "TRINITY_SYNC_SPOOL": str(tmp_path / "spool"),
-        "PREFECT_API_URL": "",
-    }
-
-
-@pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder."""
     folder = tmp_path / "elsewhere"
@@ -83,13 +72,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(home: dict[str, str], *arguments: object) -> Result:
-    return invoke(*arguments, env=home)
-
-
-def list_steps(home: dict[str, str], root: Path) -> list[str]:
+def list_steps(root: Path) -> list[str]:
     """The steps that ls lists, the newest first."""
-    return [line.partition("\t")[0] for line in run(home, "ls", root).stdout.splitlines()]
+    return [line.partition("\t")[0] for line in invoke("ls", root).stdout.splitlines()]
 
 
 def find_differences(declared: Any, value: Any, at: str = "") -> Iterator[str]:
@@ -175,12 +160,10 @@ def list_commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
     }
 
 
-def test_each_command_prints_the_document_that_is_declared(
-    root: Path, home: dict[str, str], tmp_path: Path
-) -> None:
+def test_each_command_prints_the_document_that_is_declared(root: Path, tmp_path: Path) -> None:
     commands = list_commands(root, tmp_path)
     for name, arguments in commands.items():
-        done = run(home, *arguments, "-o", "json")
+        done = invoke(*arguments, "-o", "json")
         if name == "jobs forget" and list_missing_packages():  # needs the stack
             assert (done.exit_code, "MissingPackageError" in done.stderr) == (1, True)
             continue
@@ -202,10 +185,8 @@ def test_the_help_of_a_command_has_an_example_and_its_formats_have_a_document(co
         assert [name for name in NAMES if name not in done.stdout] == []
 
 
-def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
-    root: Path, home: dict[str, str]
-) -> None:
-    done = run(home, "ls", root, "--limit", 3)
+def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(root: Path) -> None:
+    done = invoke("ls", root, "--limit", 3)
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert [(row[0], row[2], row[5], row[6]) for row in rows] == [
         ("30", "checkpoint", "valid", "latest; pinned"),
@@ -215,13 +196,13 @@ def test_a_pipe_gets_full_values_between_tabs_and_messages_are_on_stderr(
     assert rows[1][3:5] == ["1002", "2023-11-14T22:13:45Z"]
     assert done.stderr == "2 older steps not shown; use --limit\n"
     assert "\x1b" not in done.stdout
-    colored = run(home, "--color", "always", "ls", root, "--limit", 9).stdout
+    colored = invoke("--color", "always", "ls", root, "--limit", 9).stdout
     assert "\t\x1b[31mcorrupted\x1b[0m\t" in colored
 
 
 def at_a_terminal(
-    home: dict[str, str],
     *arguments: object,
+    env: Mapping[str, str] | None = None,
     answer: str = "",
     meanwhile: Callable[[], object] = lambda: None,
     columns: int = 80,
@@ -232,7 +213,7 @@ def at_a_terminal(
     Ctrl-C.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    env = {**inherited, **home, "COLUMNS": str(columns), "TERM": "xterm"}
+    variables = inherited | {"COLUMNS": str(columns), "TERM": "xterm"} | dict(env or {})
     answers = [answer] if answer else []
 
     def type_answer(shown: bytes, command: "subprocess.Popen[bytes]", keyboard: int) -> None:
@@ -246,13 +227,11 @@ def at_a_terminal(
                 os.write(keyboard, f"{answer}\n".encode())
 
     line = [sys.executable, "-m", "trinity_sync", *map(str, arguments)]
-    return run_at_terminal(line, env, look=type_answer)
+    return run_at_terminal(line, variables, look=type_answer)
 
 
-def test_a_terminal_shows_a_table_without_boxes_in_its_width(
-    root: Path, home: dict[str, str]
-) -> None:
-    code, shown = at_a_terminal(home, "ls", root)
+def test_a_terminal_shows_a_table_without_boxes_in_its_width(root: Path) -> None:
+    code, shown = at_a_terminal("ls", root)
     lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
     assert (code, lines[0].split()) == (
         0,
@@ -263,22 +242,22 @@ def test_a_terminal_shows_a_table_without_boxes_in_its_width(
     valid = r"  30    1  checkpoint .*B +[\d.]+ m?s  \x1b\[32mvalid\x1b\[0m +latest"
     assert re.search(valid, shown)
     assert "\x1b[31mcorrupted\x1b[0m" in shown
-    assert "\x1b" not in at_a_terminal(home | {"NO_COLOR": "1"}, "ls", root)[1]
+    assert "\x1b" not in at_a_terminal("ls", root, env={"NO_COLOR": "1"})[1]
 
 
 def test_a_long_value_in_any_column_is_wrapped_to_the_width_of_the_terminal(
-    home: dict[str, str], tmp_path: Path
+    home: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "a-root-with-a-long-name" / "and-another-one" / "checkpoints-of-a-job"
     commit_files(root, 1)
-    register_root(Path(home["TRINITY_SYNC_HOME"]), root)
+    register_root(home, root)
     url = "postgresql://a-host-with-a-long-name.example.org/" + "x" * 60
     named = {"TRINITY_SYNC_STACK__CATALOG__URL": url}
     for words, variables, value in (
         (("jobs", "ls"), {"TRINITY_SYNC_SAVER": "auto"}, str(root)),
         (("config", "show"), named, url),
     ):
-        code, shown = at_a_terminal(home | variables, *words)
+        code, shown = at_a_terminal(*words, env=variables)
         lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
         assert code == 0, shown
         assert all(len(line) <= 80 for line in lines), shown
@@ -287,91 +266,89 @@ def test_a_long_value_in_any_column_is_wrapped_to_the_width_of_the_terminal(
     assert write_cell("files", ["a\nb", "c"], on_terminal=False) == "a b, c"
 
 
-def test_what_cannot_be_undone_is_asked_first(root: Path, home: dict[str, str]) -> None:
+def test_what_cannot_be_undone_is_asked_first(root: Path) -> None:
     prune = ("prune", root, "--keep", "last=1", "--keep-weights", "last=1")
-    for refused in (run(home, *prune), run(home, "rewind", root, 20)):
+    for refused in (invoke(*prune), invoke("rewind", root, 20)):
         assert (refused.exit_code, "not confirmed" in refused.stderr) == (2, True)
         assert "pass --yes" in refused.stderr
     unpin(root, "best")
-    code, shown = at_a_terminal(home, *prune, answer="n")
+    code, shown = at_a_terminal(*prune, answer="n")
     assert (code, "remove 2 steps" in shown) == (1, True)
-    code, shown = at_a_terminal(home, *prune, answer="\x03")
+    code, shown = at_a_terminal(*prune, answer="\x03")
     assert code == 130, shown
-    assert list_steps(home, root) == ["30", "25", "20", "10", "5"]
-    code, shown = at_a_terminal(home, *prune, answer="y")
+    assert list_steps(root) == ["30", "25", "20", "10", "5"]
+    code, shown = at_a_terminal(*prune, answer="y")
     assert (code, "would be removed" in shown, "remove 2 steps" in shown) == (0, True, True)
-    assert run(home, *prune).exit_code == 0  # nothing is left to remove
-    assert list_steps(home, root) == ["30", "25", "5"]
+    assert invoke(*prune).exit_code == 0  # nothing is left to remove
+    assert list_steps(root) == ["30", "25", "5"]
 
 
 def test_a_folder_that_is_no_root_passes_no_command_but_the_one_that_makes_it_one(
-    home: dict[str, str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     (empty := tmp_path / "empty").mkdir()
     lines = ["verify {}", "wait {}", "wait {} 5", "ls {}", "show {} latest", "report {}"]
     for line in (*lines, "runs {}", "readers {}", "doctor {}", "pin {} 5", "retry {} 5"):
-        done = run(home, *line.format(empty).split())
+        done = invoke(*line.format(empty).split())
         assert (done.exit_code, "is no root of a job" in done.stderr) == (2, True), line
-    assert run(home, "jobs", "set", empty, "keep=last=3").exit_code == 0
+    assert invoke("jobs", "set", empty, "keep=last=3").exit_code == 0
     for line in ("verify {}", "wait {}", "ls {}", "report {} -o json"):
-        assert run(home, *line.format(empty).split()).exit_code == 0, line
+        assert invoke(*line.format(empty).split()).exit_code == 0, line
 
 
-def test_a_narrow_terminal_breaks_no_word_and_cuts_digests(job: Job, home: dict[str, str]) -> None:
+def test_a_narrow_terminal_breaks_no_word_and_cuts_digests(job: Job) -> None:
     job.commit_states(20, {"model": {"w": torch.zeros(3)}})
     for line, words in (
         ("show {} 20", "ROLE COMPONENT TENSORS LARGEST NONFINITE UNCHANGED SINCE actor model"),
         ("ls {}", "STEP KIND STATUS NOTES checkpoint valid latest"),
         ("runs {}", "REASON checkpoint committed"),
     ):
-        code, shown = at_a_terminal(home, *line.format(job.root).split(), columns=60)
+        code, shown = at_a_terminal(*line.format(job.root).split(), columns=60)
         found = re.sub(r"\x1b\[\d+m", "", shown).split()
         assert (code, {*words.split()} - {*found}) == (0, set()), shown
-    code, shown = at_a_terminal(home, "show", job.root, 20)
+    code, shown = at_a_terminal("show", job.root, 20)
     assert (code, "actor/model_world_size_1_rank_0.pt" in shown) == (0, True), shown
     assert re.search(r"xxh3-128:\w{8}…", shown)
-    assert re.search(r"\txxh3-128:\w{32}\t", run(home, "show", job.root, 20).stdout)
+    assert re.search(r"\txxh3-128:\w{32}\t", invoke("show", job.root, 20).stdout)
 
 
-def test_a_reader_that_has_enough_is_no_error(root: Path, home: dict[str, str]) -> None:
+def test_a_reader_that_has_enough_is_no_error(root: Path) -> None:
     command = f"{sys.executable} -m trinity_sync ls {root} | sleep 0"
     piped = ["bash", "-o", "pipefail", "-c", command]
-    done = subprocess.run(piped, env=os.environ | home, capture_output=True, text=True)
+    done = subprocess.run(piped, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_down_asks_first_while_an_image_is_not_committed(
-    root: Path, job: Job, home: dict[str, str]
+    root: Path, job: Job, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"server": None, "ray": None, "worker": None, "ray_address": "127.0.0.1:9"}
-    stack = Path(home["TRINITY_SYNC_HOME"]) / "stack.json"
-    stack.parent.mkdir(exist_ok=True)
+    stack = home / "stack.json"
+    home.mkdir(exist_ok=True)
     stack.write_text(json.dumps(state))
     stack.chmod(0o600)
-    spool = home | {"TRINITY_SYNC_SPOOL": str(job.spool.folder.parent)}
+    monkeypatch.setenv("TRINITY_SYNC_SPOOL", str(job.spool.folder.parent))
     job.stage(40, {"model": {"w": torch.zeros(4)}})
-    refused = run(spool, "down")
+    refused = invoke("down")
     assert (refused.exit_code, "1 steps in shared memory are not" in refused.stderr) == (2, True)
     job.commit(40)
-    assert run(spool, "down").stdout == "stopped\n"
+    assert invoke("down").stdout == "stopped\n"
     assert not stack.exists()
 
 
-def test_a_torn_pin_can_be_removed(root: Path, home: dict[str, str]) -> None:
+def test_a_torn_pin_can_be_removed(root: Path) -> None:
     for name in ("torn", "torn-too"):
         tag(root, 20, name)
         (root / ".trinity_sync" / "pins" / f"{name}.json").write_text('{"form')
-    done = run(home, "unpin", root, "torn", "-o", "json")
+    done = invoke("unpin", root, "torn", "-o", "json")
     assert check_document("unpin", done.stdout) == {"step": None, "removed": True, "tags": []}
-    assert run(home, "unpin", root, "best").exit_code == 0  # another one is torn
-    assert run(home, "unpin", root, 30).stdout == "unpinned step 30\n"
-    assert run(home, "unpin", root, "torn-too").stdout == "unpinned torn-too\n"
-    assert run(home, "ls", root).exit_code == 0
+    assert invoke("unpin", root, "best").exit_code == 0  # another one is torn
+    assert invoke("unpin", root, 30).stdout == "unpinned step 30\n"
+    assert invoke("unpin", root, "torn-too").stdout == "unpinned torn-too\n"
+    assert invoke("ls", root).exit_code == 0
 
 
-def test_prune_removes_what_was_confirmed_and_nothing_else(
-    root: Path, home: dict[str, str]
-) -> None:
+def test_prune_removes_what_was_confirmed_and_nothing_else(root: Path) -> None:
     def commit_more() -> None:  # under the policy, steps 20 and 30 would go as well
         for step in (40, 50):
             commit_files(root, step)
@@ -379,9 +356,9 @@ def test_prune_removes_what_was_confirmed_and_nothing_else(
     unpin(root, 30)
     unpin(root, "best")
     prune = ("prune", root, "--keep", "last=2")
-    code, shown = at_a_terminal(home, *prune, answer="y", meanwhile=commit_more)
+    code, shown = at_a_terminal(*prune, answer="y", meanwhile=commit_more)
     assert (code, "remove 1 steps" in shown) == (0, True)
-    assert list_steps(home, root) == ["50", "40", "30", "25", "20", "5"]
+    assert list_steps(root) == ["50", "40", "30", "25", "20", "5"]
 
 
 @pytest.mark.parametrize(
@@ -411,99 +388,92 @@ def test_prune_removes_what_was_confirmed_and_nothing_else(
     ],
 )  # fmt: skip
 def test_exit_codes_say_what_happened(
-    root: Path, home: dict[str, str], arguments: list[object], code: int, error: str
+    root: Path, arguments: list[object], code: int, error: str
 ) -> None:
     words = [root if each == "ROOT" else each for each in arguments]
     aws = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
     aws |= {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
-    done = run(home | aws, *words, "-o", "json")
+    done = invoke(*words, "-o", "json", env=aws)
     assert done.exit_code == code, done.stderr
     if error:
         body = json.loads(done.stderr)["error"]
         assert (list(body), body["type"]) == (["type", "message", "hint"], error)
-        text = run(home | aws, *words).stderr.splitlines()
+        text = invoke(*words, env=aws).stderr.splitlines()
         assert text[0].startswith("error: ")
         assert [line.partition(":")[0] for line in text[1:]] == ["hint"] * bool(body["hint"])
 
 
-def test_latest_names_the_newest_checkpoint_and_those_before_it(
-    root: Path, home: dict[str, str]
-) -> None:
+def test_latest_names_the_newest_checkpoint_and_those_before_it(root: Path) -> None:
     for name, step in (("latest", 30), ("latest~1", 20), ("latest~2", 10), ("best", 20)):
-        done = run(home, "show", root, name)
+        done = invoke("show", root, name)
         assert (done.exit_code, f"step {step} of run" in done.stdout) == (0, True)
     open_run(root, "first", 0)
     open_run(root, "second", 20, resumed_run=1)
-    assert run(home, "show", root, "latest").stdout.startswith("step 30 ")
+    assert invoke("show", root, "latest").stdout.startswith("step 30 ")
     commit_files(root, 25, run=2)  # supersedes step 30
     for name, step in (("latest", 25), ("latest~1", 20), ("latest~2", 10)):
-        assert run(home, "show", root, name).stdout.startswith(f"step {step} ")
+        assert invoke("show", root, name).stdout.startswith(f"step {step} ")
 
 
-def complete(home: dict[str, str], *words: object) -> list[str]:
+def complete(*words: object, **more: str) -> list[str]:
     """What bash offers for the last word."""
     line = " ".join(map(str, ["trinity-sync", *words]))
     variables = {"_TRINITY_SYNC_COMPLETE": "complete_bash", "COMP_WORDS": line}
-    done = CliRunner().invoke(
-        app, env=home | variables | {"COMP_CWORD": str(len(words))}, prog_name="trinity-sync"
-    )
+    variables |= {"COMP_CWORD": str(len(words))} | more
+    done = CliRunner().invoke(app, env=variables, prog_name="trinity-sync")
     assert "error" not in done.stderr + done.stdout
     return done.stdout.split()
 
 
-def test_the_shell_completes_roots_steps_and_tags(
-    root: Path, home: dict[str, str], elsewhere: Path
-) -> None:
-    register_root(Path(home["TRINITY_SYNC_HOME"]), root)
+def test_the_shell_completes_roots_steps_and_tags(root: Path, home: Path, elsewhere: Path) -> None:
+    register_root(home, root)
     (elsewhere / "ckpts-here").mkdir()
-    assert complete(home, "ls", str(root)[:-1]) == [str(root)]
-    assert complete(home, "ls", "ck") == ["ckpts-here"]
-    assert complete(home, "show", root, "") == ["latest", "best", "30", "25", "20", "10", "5"]
-    assert complete(home, "show", root, "2") == ["25", "20"]
-    assert complete(home, "unpin", root, "b") == ["best"]
-    assert complete(home, "jobs", "set", root, "kee") == [
+    assert complete("ls", str(root)[:-1]) == [str(root)]
+    assert complete("ls", "ck") == ["ckpts-here"]
+    assert complete("show", root, "") == ["latest", "best", "30", "25", "20", "10", "5"]
+    assert complete("show", root, "2") == ["25", "20"]
+    assert complete("unpin", root, "b") == ["best"]
+    assert complete("jobs", "set", root, "kee") == [
         "keep=",
         "keep_weights=",
         "keep_quarantine=",
         "keep_model=",
     ]
-    assert complete(home, "show", "") == [str(root), "ckpts-here"]
-    assert complete(home, "ls", "../else") == ["../elsewhere"]
-    assert "--keep" in complete(home, "prune", "--")
-    assert complete(home | {"TRINITY_SYNC_SLOTS": "9"}, "show", "ck") == ["ckpts-here"]
+    assert complete("show", "") == [str(root), "ckpts-here"]
+    assert complete("ls", "../else") == ["../elsewhere"]
+    assert "--keep" in complete("prune", "--")
+    assert complete("show", "ck", TRINITY_SYNC_SLOTS="9") == ["ckpts-here"]
 
 
 def test_the_root_may_be_a_url_and_not_the_folder_of_a_step(
-    home: dict[str, str], elsewhere: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+    elsewhere: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit_files(elsewhere / "store", 7)
-    done = run(home, "ls", f"file://{elsewhere}/store")
+    done = invoke("ls", f"file://{elsewhere}/store")
     assert (done.exit_code, done.stdout.startswith("7\t")) == (0, True), done.stderr
-    refused = run(home, "prune", "s3://bucket/job", "--yes")
+    refused = invoke("prune", "s3://bucket/job", "--yes")
     assert (refused.exit_code, "s3://bucket/job" in refused.stderr) == (2, True), refused.stderr
     for words in (["ls"], ["prune", "--yes"], ["show", 20]):
-        refused = run(home, words[0], root / "global_step_20", *words[1:])
+        refused = invoke(words[0], root / "global_step_20", *words[1:])
         assert (refused.exit_code, f"pass the root: {root}\n" in refused.stderr) == (2, True)
     monkeypatch.chdir(root / "global_step_20")
-    assert run(home, "show", "..", 20).stdout.startswith("step 20 ")
-    assert run(home, "show", 20).exit_code == 2  # no root is guessed
+    assert invoke("show", "..", 20).stdout.startswith("step 20 ")
+    assert invoke("show", 20).exit_code == 2  # no root is guessed
 
 
-def test_the_settings_of_a_job_are_set_shown_and_restored(
-    root: Path, home: dict[str, str], tmp_path: Path
-) -> None:
-    assert "keep\tall\tall\tdefault" in run(home, "jobs", "set", root).stdout
+def test_the_settings_of_a_job_are_set_shown_and_restored(root: Path, tmp_path: Path) -> None:
+    assert "keep\tall\tall\tdefault" in invoke("jobs", "set", root).stdout
     assert not (root / ".trinity_sync/job.json").exists()
     new = tmp_path / "new"
-    assert run(home, "jobs", "set", new).exit_code == 2  # which shows those of a root
+    assert invoke("jobs", "set", new).exit_code == 2  # which shows those of a root
     assert not new.exists()
-    made = run(home, "jobs", "set", new, "keep=last=3", "remote=file:///copies/job")
+    made = invoke("jobs", "set", new, "keep=last=3", "remote=file:///copies/job")
     assert (made.exit_code, f"created {new}" in made.stderr) == (0, True)
     assert "keep\tlast=3\tall\tjob" in made.stdout
     assert read_job_settings(new) == JobSettings(keep="last=3", remote="file:///copies/job")
     for wrong in ("keep=most", "kepe=3", "keep", "rank_timeout_s=soon"):
-        assert run(home, "jobs", "set", new, wrong).exit_code == 2
-    assert run(home, "jobs", "set", new, "keep=", "remote=").exit_code == 0
+        assert invoke("jobs", "set", new, wrong).exit_code == 2
+    assert invoke("jobs", "set", new, "keep=", "remote=").exit_code == 0
     assert read_job_settings(new) == JobSettings()
 
 
@@ -511,50 +481,50 @@ def test_the_settings_of_a_job_are_set_shown_and_restored(
     "line", ["status", "status -o json", "ui --no-open", "report ROOT -o json", "reconcile ROOT"]
 )
 def test_a_command_ends_though_a_server_is_silent_and_shows_no_password(
-    job: Job, home: dict[str, str], monkeypatch: pytest.MonkeyPatch, line: str
+    job: Job, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.setattr(prefect_connection, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}/api"
         words = line.replace("ROOT", str(job.root)).split()
-        done = run(home | {"PREFECT_API_URL": url}, *words)
+        done = invoke(*words, env={"PREFECT_API_URL": url})
     assert done.exit_code in (0, 3, 4), done.output
     assert "secret" not in done.output
 
 
-def test_a_repair_that_could_not_be_made_is_an_exit_code(root: Path, home: dict[str, str]) -> None:
-    assert run(home, "reconcile", root).exit_code == 0
+def test_a_repair_that_could_not_be_made_is_an_exit_code(root: Path) -> None:
+    assert invoke("reconcile", root).exit_code == 0
     (lock := root / ".trinity_sync/commit.lock").unlink(missing_ok=True)
     lock.mkdir()  # not even root can open it
-    done = run(home, "reconcile", root)
+    done = invoke("reconcile", root)
     assert (done.exit_code, "failed\trepair latest pointers" in done.stdout) == (3, True)
 
 
-def test_a_full_disk_is_told_with_what_to_do(small_disk: Path, home: dict[str, str]) -> None:
+def test_a_full_disk_is_told_with_what_to_do(small_disk: Path) -> None:
     commit_files(root := small_disk / "ckpts", 20)
-    assert run(home, "pin", root, 20).exit_code == 0
+    assert invoke("pin", root, 20).exit_code == 0
     with suppress(OSError), (small_disk / "all").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
-    done = run(home, "metrics", root, 20, "reward=1")
+    done = invoke("metrics", root, 20, "reward=1")
     assert (done.exit_code, "No space left on device" in done.stderr) == (2, True)
-    done = run(home, "jobs", "set", root, "keep=last=2")
+    done = invoke("jobs", "set", root, "keep=last=2")
     assert (done.exit_code, "cannot write: No space left on device" in done.stderr) == (1, True)
     assert "hint: run the command as a user who may write there, or free space" in done.stderr
 
 
 def test_a_terminal_shows_a_bar_next_to_the_output_and_a_pipe_gets_the_output_alone(
-    root: Path, home: dict[str, str], tmp_path: Path
+    root: Path, tmp_path: Path
 ) -> None:
-    code, shown = at_a_terminal(home, "verify", root, 20, columns=500)  # no path is broken
+    code, shown = at_a_terminal("verify", root, 20, columns=500)  # no path is broken
     assert (code, "reading" in shown, "bytes" in shown) == (0, True, True)
     line = [sys.executable, "-m", "trinity_sync", "verify", str(root), "20"]
-    piped = subprocess.run(line, env=os.environ | home, capture_output=True, text=True, check=True)
+    piped = subprocess.run(line, capture_output=True, text=True, check=True)
     assert (piped.stderr, "reading" in piped.stdout) == ("", False)
     assert all(word in shown for word in piped.stdout.split()[:2])
     (tmp_path / "file").touch()  # an error before the first byte
     code, shown = at_a_terminal(
-        home, "remote", "push", root, 20, f"file://{tmp_path}/file/store", columns=500
+        "remote", "push", root, 20, f"file://{tmp_path}/file/store", columns=500
     )
     assert (code, shown.startswith("error: "), "uploading" in shown) == (4, True, False)
 
@@ -576,14 +546,12 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_logs_are_followed_before_they_exist_and_end_as_their_pipe_is_closed(
-    home: dict[str, str], tmp_path: Path
-) -> None:
+def test_logs_are_followed_before_they_exist_and_end_as_their_pipe_is_closed(home: Path) -> None:
     command = [sys.executable, "-m", "trinity_sync", "logs", "worker", "-f"]
-    logs = tmp_path / "home" / "logs"
+    logs = home / "logs"
     logs.mkdir(parents=True)
     with subprocess.Popen(
-        command, env=os.environ | home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as tail:
         try:
             assert "worker.log" in tail.stderr.readline()  # there is no such file
@@ -593,9 +561,7 @@ def test_logs_are_followed_before_they_exist_and_end_as_their_pipe_is_closed(
             tail.kill()
     (logs / "worker.log").write_text("a line\n" * 100_000)
     command = [sys.executable, "-m", "trinity_sync", "logs", "worker", "-n", "100000"]
-    with subprocess.Popen(
-        command, env=os.environ | home, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as tail:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tail:
         assert tail.stdout.readline()
         tail.stdout.close()
         assert tail.stderr.read() == b""  # of tail: write error: Broken pipe

@@ -63,9 +63,8 @@ def test_ls_show_and_report_say_what_is_wrong_with_which_step(root: Path, tmp_pa
 
 
 def test_the_run_of_a_save_tells_it_by_its_page_a_metric_and_an_event(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRINITY_SYNC_HOME", str(tmp_path))
     metrics, sent = WorkerMetrics(), []
     for step in (10, 20):
         job.stage(step, states(step))
