@@ -43,7 +43,6 @@ def test_a_stack_refuses_connections_without_credentials(
 @pytest.mark.usefixtures("stack")
 def test_everything_of_a_stack_listens_on_its_host(stack_settings: Settings) -> None:
     now = local_stack.read_state(stack_settings.home)  # other tests restart its parts
-    assert now is not None
     told = " ".join(word for each in processes_of(now) for word in each.cmdline())
     assert not [each for each in ("dashboard.py", "ray.util.client.server") if each in told]
     listening = {
@@ -86,7 +85,6 @@ def test_a_server_starts_and_is_changed_whatever_a_site_protects_its_servers_by(
     lay_tables(settings)
     with environment({**STACK_VARIABLES, **site}):
         state = services.start_server(settings, StackSettings(), StackState())
-        assert state.server
         try:
             is_ready = partial(services.is_server_ready, state)
             daemon.await_ready("the Prefect server", state.server, is_ready, 120)

@@ -48,7 +48,6 @@ def require_saved(root: Path, training: subprocess.Popen[str], step: int) -> Non
     done = json.loads(said[-1])
     assert (done["undone"], done["committed"]) == ([], ["checkpoint", "state_dict"])
     found = find_newest(root)
-    assert found is not None
     assert found.step == done["step"] == step
     assert load_states(root, step, "actor")["model"]["w"][0] == step
 

@@ -120,6 +120,5 @@ def in_a_process(body: Callable[[], object], notes: Path, *, die_before: int | N
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
-        assert die_before is not None
         return die_before
     return int(counted.read_text())

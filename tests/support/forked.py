@@ -77,7 +77,6 @@ class Program:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid
         return self._process.pid
 
     def kill(self) -> None:

@@ -32,7 +32,6 @@ def follow(root: str) -> None:
             version = asyncio.run(reader.wait_newer(timeout_s=250))
             weights = dict(reader.iter_weights(version))
             at = reader.version
-            assert at is not None
             print(at.step, at.run, at.source, digest(weights), flush=True)
 
 

@@ -93,7 +93,6 @@ def upload_there(synchronizer: Any, root: Path, spool: Path, step: int) -> None:
     stager, origin = job.stager(1), job.origin(step, rank=1)
     stager.stage(origin, {"model": {"b": weights(step)["b"]}}, seals=False)
     published = stager.publish(origin, "model")
-    assert published is not None
     publisher = Publisher(synchronizer, root, job.spool)
     publisher.publish(published)
     publisher.wait(30)
@@ -109,7 +108,6 @@ def test_ranks_on_two_nodes_make_one_version(
     stager, origin = job.stager(0), job.origin(4)
     stager.stage(origin, {"model": {"w": weights(4)["w"]}}, seals=False)
     published = stager.publish(origin, "model")
-    assert published is not None
     publisher = Publisher(synchronizer, job.root, job.spool)
     publisher.publish(published)
     publisher.wait(60)

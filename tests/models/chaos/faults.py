@@ -118,7 +118,6 @@ def writer_killed(world: World, random: Random) -> None:
 @of_stack
 def raylet_killed(world: World, random: Random) -> None:
     in_mid_write(world)
-    assert world.stack.ray is not None
     node = world.stack.ray
     for each in world.ray_processes("raylet/raylet"):
         each.kill()
@@ -132,21 +131,18 @@ def raylet_killed(world: World, random: Random) -> None:
 @of_stack
 def worker_killed(world: World, random: Random) -> None:
     moment(world, random, "submitted")
-    assert world.stack.worker is not None
     psutil.Process(world.stack.worker.pid).kill()
 
 
 @of_stack
 def worker_stopped(world: World, random: Random) -> None:
     moment(world, random, "submitted")
-    assert world.stack.worker is not None
     pause_of(psutil.Process(world.stack.worker.pid), random.uniform(1, 10))
 
 
 @of_stack
 def server_killed(world: World, random: Random) -> None:
     moment(world, random, random.choice(("staging", "submitted")))
-    assert world.server.server is not None
     server = psutil.Process(world.server.server.pid)
     for each in (*server.children(recursive=True), server):
         each.kill()
@@ -156,14 +152,12 @@ def server_killed(world: World, random: Random) -> None:
 @of_stack
 def server_stopped(world: World, random: Random) -> None:
     moment(world, random)
-    assert world.server.server is not None
     pause_of(psutil.Process(world.server.server.pid), random.uniform(1, 8))
 
 
 @of_stack
 def network_cut(world: World, random: Random) -> None:
     moment(world, random, random.choice(("staging", "submitted")))
-    assert world.proxy is not None
     world.proxy.cut()
     time.sleep(random.uniform(0.5, 8))
     world.proxy.join()
@@ -238,7 +232,6 @@ def clock_jumps(world: World, random: Random) -> None:
 @partial(fault, needs="postgres")
 def database_killed(world: World, random: Random) -> None:
     moment(world, random, random.choice(("staging", "submitted")))
-    assert world.postgres is not None
     world.postgres.kill()
     time.sleep(random.uniform(0, 5))
     world.postgres.start()

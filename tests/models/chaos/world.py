@@ -161,7 +161,6 @@ class World:
     @contextmanager
     def without_stack(self) -> Iterator[None]:
         """Within the block only trainer and saver of the node run."""
-        assert self.proxy is not None
         self._is_away = True
         self.proxy.cut()
         local_stack.down(self.settings)
@@ -289,7 +288,6 @@ class World:
         return {(each.run, each.step): each for each in iter_committed_steps(self.root)}
 
     def ray_processes(self, title: str) -> list[psutil.Process]:
-        assert self.stack.ray is not None
         with suppress(psutil.NoSuchProcess):
             every = psutil.Process(self.stack.ray.pid).children(recursive=True)
             return [each for each in every if title in _title(each)]

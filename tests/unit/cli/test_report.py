@@ -119,10 +119,8 @@ def test_failures_say_what_to_type_and_nothing_is_taken_for_markup(facts: JobRep
 
 def test_what_an_ended_synchronizer_knew_holds_for_its_last_change(facts: JobReport) -> None:
     state = read_state(facts.root)
-    assert state is not None
     write_state(facts.root, replace(state, written_at=1.7e9 + 90))
     found = read_sync_report(facts.root, 1.8e9)
-    assert found is not None
     assert (found.version, found.run, found.running, found.as_of) == (35, 3, False, 1.7e9 + 90)
     assert [reader.stale_s for reader in found.readers] == [90]
 

@@ -29,8 +29,6 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TRINITY_SYNC_SAVER", "auto")  # as on a fresh machine
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     spec = importlib.util.spec_from_file_location("demo", DEMO)
-    assert spec is not None
-    assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
