@@ -93,32 +93,40 @@ def shards(job: Job) -> list[Path]:
     return [step_folder(job.root, step) / "actor" / shard_file("model", 1, 0) for step in (1, 2)]
 
 
+def images(job: Job) -> list[Path]:
+    return [*job.spool.folder.glob("*.slot")]
+
+
 def of_others(path: Path) -> None:
     """As if another user might have written it."""
     path.chmod(0o666)
 
 
+def of_another_user(path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, 12345)
+
+
 @pytest.mark.parametrize(
-    "read",
-    [lambda job: load_states(job.root, 2, "actor"), lambda job: load_file(shards(job)[1])],
-    ids=["load", "file"],
+    ("files", "become", "read"),
+    [
+        (shards, of_others, lambda job: load_states(job.root, 2, "actor")),
+        (shards, of_others, lambda job: load_file(shards(job)[1])),
+        (shards, of_another_user, lambda job: load_states(job.root, 2, "actor")),
+        (images, of_others, lambda job: load_states(job.root, 2, "actor", spool=job.spool)),
+    ],
+    ids=["load", "file", "another user", "image"],
 )
-def test_what_others_may_have_written_runs_nothing(job: Job, trap: Path, read: Any) -> None:
-    for shard in shards(job):
-        of_others(shard)
+def test_what_others_may_have_written_runs_nothing(
+    job: Job, trap: Path, files: Any, become: Any, read: Any
+) -> None:
+    for path in files(job):
+        become(path)
     with pytest.raises(
         CommitError, match=r"is not this user's alone.* set TRINITY_SYNC_TRUSTED_PATHS="
     ):
         read(job)
-    assert not trap.exists()
-
-
-def test_a_file_of_another_user_runs_nothing(job: Job, trap: Path) -> None:
-    if os.getuid():
-        pytest.skip("only root can give files away")
-    os.chown(shards(job)[1], 12345, 12345)
-    with pytest.raises(CommitError, match="is not this user's alone"):
-        load_states(job.root, 2, "actor")
     assert not trap.exists()
 
 
@@ -172,14 +180,6 @@ def test_a_file_that_is_swapped_while_it_is_loaded_runs_nothing(
             refused += "is not this user's alone" in str(error)
         except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError, TrinitySyncError):
             continue  # ours, which holds nothing
-    assert not trap.exists()
-
-
-def test_an_image_that_others_may_have_written_runs_nothing(job: Job, trap: Path) -> None:
-    for slot in job.spool.folder.glob("*.slot"):
-        of_others(slot)
-    with pytest.raises(CommitError, match="is not this user's alone"):
-        load_states(job.root, 2, "actor", spool=job.spool)
     assert not trap.exists()
 
 
