@@ -3,6 +3,7 @@
 They are forked from a process that has imported veRL, which takes a core ten seconds.
 """
 
+import itertools
 import os
 import queue
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.forked import forking
 
@@ -58,6 +60,25 @@ def on_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
+class Turns:
+    """The ranks of a process as fewer ranks, or as all of them, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rank = dist.get_rank()
+        self._meetings = (f"file://{folder}/meet-{turn}" for turn in itertools.count())
+
+    def become(self, world_size: int) -> bool:
+        """Begin the next process group; return whether this rank is in it, or sits out."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        meeting, is_in = next(self._meetings), self.rank < world_size
+        if is_in:
+            group = {"rank": self.rank, "world_size": world_size}
+            dist.init_process_group("gloo", init_method=meeting, **group)
+        return is_in
+
+
 def _rank(
     rank: int,
     world_size: int,
@@ -72,7 +93,6 @@ def _rank(
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     os.environ.setdefault("TRINITY_SYNC_SPOOL", str(rendezvous.parent / "spool"))
     try:
-        import torch.distributed as dist
         from grpo_copy.cpu_platform import use_cpu
 
         use_cpu()

@@ -3,7 +3,6 @@
 Sizes are such that no mesh divides them. PyTorch's ``full_tensor`` gathers what is compared.
 """
 
-import itertools
 import logging
 import os
 from pathlib import Path
@@ -25,7 +24,7 @@ from verl.utils.checkpoint import fsdp_checkpoint_manager
 
 from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.models import gathered
-from tests.integration.fsdp.ranks import on_ranks
+from tests.integration.fsdp.ranks import Turns, on_ranks
 from tests.support.models import configure
 from tests.support.states import copied, differences
 from tests.support.weights import VersionFile
@@ -197,24 +196,17 @@ def _in_turn(jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The same processes as four ranks, as two and as one; some sit out."""
     os.environ["TRINITY_SYNC_SPOOL"] = str(jobs / "spool")
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    me = dist.get_rank()
-    turns = itertools.count()
+    turns = Turns(jobs)
 
     def as_ranks(world_size: int, saves: list[str]) -> None:
-        dist.barrier()
-        dist.destroy_process_group()
-        meet = f"file://{jobs}/meet-{next(turns)}"
-        if me < world_size:
-            dist.init_process_group("gloo", init_method=meet, rank=me, world_size=world_size)
+        if turns.become(world_size):
             for layout in saves:
                 _save(layout, jobs)
             for saved, by in LOADS:
                 ready = (jobs / f"{saved}.pt").exists() and (saved, by) not in found
                 if ready and torch.Size(MESHES[by]).numel() == world_size:
                     found[saved, by] = _load(saved, by, jobs)
-            dist.barrier()
-            dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"{meet}-all", rank=me, world_size=4)
+        turns.become(4)
 
     as_ranks(2, ["2"])
     as_ranks(4, ["2x2", "4", "hsdp", "experts"])
@@ -222,11 +214,6 @@ def _in_turn(jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
     as_ranks(1, [])
     found["refused", ""] = {"error": _refuse(jobs)}
     return found
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("jobs")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ The reference is a run of W' ranks whose state was set by PyTorch from whole ten
 ranks had gathered: so no code of ours takes part in it.
 """
 
-import itertools
 import logging
 import shutil
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.models import Trained, gathered
-from tests.integration.fsdp.ranks import on_ranks
+from tests.integration.fsdp.ranks import Turns, on_ranks
 from tests.support.dtensors import make_dtensor, make_mesh
 from tests.support.states import differences
 from trinity_sync import CommitError, ConfigError
@@ -159,11 +158,6 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("jobs")
-
-
-@pytest.fixture(scope="module")
 def loaded(tiny: Path, jobs: Path) -> Loaded:
     """What each rank found, by what was saved and what loaded it."""
     ranks = on_ranks(_elastic, tiny, jobs, scratch=jobs, world_size=4, timeout_s=250)
@@ -174,21 +168,10 @@ def loaded(tiny: Path, jobs: Path) -> Loaded:
 def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The same processes as four ranks, as one, two, three and one again; some sit out."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    me = dist.get_rank()
-
-    turns = itertools.count()
-
-    def become(world_size: int) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        meet = f"file://{jobs}/meet-{next(turns)}"
-        if me < world_size:
-            dist.init_process_group("gloo", init_method=meet, rank=me, world_size=world_size)
+    turns = Turns(jobs)
 
     def as_ranks(world_size: int, saves: list[str], loads: dict[str, str]) -> None:
-        become(world_size)
-        if me < world_size:
+        if turns.become(world_size):
             save(saves, tiny, jobs)
             _save_four_numbers(jobs)
             for saved, by in loads.items():
@@ -196,7 +179,7 @@ def _elastic(tiny: Path, jobs: Path) -> dict[tuple[str, str], dict[str, Any]]:
             for name in saves:
                 if "original" in name:
                     found[name, "verl"] = {"whole": read_by_verl(name, jobs / name, tiny, jobs)}
-        become(4)
+        turns.become(4)
 
     def loads(world_size: int) -> dict[str, str]:
         saved = {s: by for s, by in CASES if SAVED[by][1] == world_size}
