@@ -1,6 +1,5 @@
 """A tiny model under FSDP1 or FSDP2, as veRL builds it, and the training that changes it."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.fsdp.api import ShardedStateDictConfig
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -58,12 +57,9 @@ class Trained:
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if version == 1:
             # not sync_module_states, which veRL asks for: FSDP1 refuses it on CPU
-            wrap = functools.partial(
-                transformer_auto_wrap_policy, transformer_layer_cls={Qwen2DecoderLayer}
-            )
             self.model: Any = FSDP(
                 module,
-                auto_wrap_policy=wrap,
+                auto_wrap_policy=ModuleWrapPolicy({Qwen2DecoderLayer}),
                 device_id=torch.device("cpu"),
                 device_mesh=mesh,
                 use_orig_params=original,

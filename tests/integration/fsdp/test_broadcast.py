@@ -4,7 +4,6 @@ Trinity's function asks the engine for ``_strategy``, which veRL's engines do no
 of 27 tensors under FSDP2.
 """
 
-import functools
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from verl.utils.fsdp_utils import apply_fsdp2
 
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.states import differences
 from trinity_sync import WeightSyncError
 from trinity_sync.integrations.verl import fsdp_sync_weight_nccl
 from trinity_sync.integrations.verl.fsdp.broadcast import iter_full_parameters
@@ -52,23 +52,25 @@ def sharded(folder: Path, strategy: str) -> Any:
     if strategy == "fsdp2":
         apply_fsdp2(model, {"mesh": mesh, "mp_policy": MixedPrecisionPolicy()}, {})
         return model
-    wrap = functools.partial(
-        transformer_auto_wrap_policy, transformer_layer_cls={Qwen2DecoderLayer}
-    )
     return FSDP(
         model,
-        auto_wrap_policy=wrap,
+        auto_wrap_policy=ModuleWrapPolicy({Qwen2DecoderLayer}),
         device_id=torch.device("cpu"),
         device_mesh=mesh,
         use_orig_params=strategy == "fsdp1 with original parameters",
     )
 
 
+def host_on_rank_0(port: int) -> Any:
+    """The trainer's group on its rank 0."""
+    if dist.get_rank():
+        return None
+    return WeightGroupHost(port, "127.0.0.1").join(world_size=2, timeout_s=TIMEOUT_S)
+
+
 def train(folder: Path, port: int) -> tuple[str, str]:
     """A trainer rank: each model twice, since the first must leave it as it was, then a failure."""
-    group = None
-    if dist.get_rank() == 0:
-        group = WeightGroupHost(port, "127.0.0.1").join(world_size=2, timeout_s=TIMEOUT_S)
+    group = host_on_rank_0(port)
     for version, strategy in enumerate(STRATEGIES):
         module = sharded(folder, strategy)
         engine = SimpleNamespace(module=module, is_param_offload_enabled=False)
@@ -107,9 +109,7 @@ def train_without_room(ports: list[int]) -> list[str]:
             module: Any = FSDP(model, device_id=torch.device("cpu"), device_mesh=mesh)
         else:
             module = fully_shard(model, mesh=mesh)
-        group = None
-        if dist.get_rank() == 0:
-            group = WeightGroupHost(port, "127.0.0.1").join(world_size=2, timeout_s=TIMEOUT_S)
+        group = host_on_rank_0(port)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limits = resource.getrlimit(resource.RLIMIT_AS)
         if dist.get_rank() == short:
@@ -155,10 +155,8 @@ def test_every_parameter_of_a_sharded_model_comes_once_and_bit_equal_or_all_rank
     assert "lm_head.weight" not in expected
     assert [version for version, _ in taken] == [0, 0, 1, 1, 2, 2]
     for version, tensors in taken:
-        assert sorted(name for name, _ in tensors) == sorted(expected), STRATEGIES[version]
-        for name, tensor in tensors:
-            assert tensor.dtype == expected[name].dtype, (STRATEGIES[version], name)
-            assert torch.equal(tensor, expected[name]), (STRATEGIES[version], name)
+        assert len(tensors) == len(expected), STRATEGIES[version]
+        assert differences(expected, dict(tensors), STRATEGIES[version]) == []
     first, second = ranks.result()
     assert (first[0], second[0]) == ("WeightSyncError", "WeightSyncError")
     assert "trainer rank 1: rank 0 could not send version 7: " in second[1]
@@ -181,9 +179,7 @@ def test_masters_are_sent_after_a_forward_that_left_copies_in_its_own_dtype(
     masters = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
     model(torch.ones(1, 4))
     sent = dict(iter_full_parameters(model))
-    assert sent.keys() == masters.keys()
-    assert all(tensor.dtype == torch.float32 for tensor in sent.values())
-    assert all(torch.equal(sent[name], master) for name, master in masters.items())
+    assert differences(masters, sent) == []  # of torch.float32
     model(torch.ones(1, 4)).sum().backward()
 
 

@@ -16,7 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 
 from tests.conftest import environment
 from tests.integration.fsdp.commits import CommitsHere
-from tests.support.states import equal_bits
+from tests.support.states import differences
 from trinity_sync import CheckpointCoordinator, ConfigError, WeightSyncError
 from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine, _Sender
 from trinity_sync.snapshot import stager
@@ -67,6 +67,19 @@ def receive(rollout: Engine, step: int | None) -> Weights:
     return asyncio.run(copied(rollout.receive_weights(step)))
 
 
+def receive_later(rollout: Engine, trainer: Engine, step: int) -> Weights:
+    """Receive a step that is sent once its receiver waits for it."""
+
+    async def update() -> Weights:
+        receiving = asyncio.create_task(copied(rollout.receive_weights(step)))
+        await asyncio.wait([receiving], timeout=0.1)
+        assert not receiving.done()
+        await trainer.send_weights(iter(weights_of(step).items()), step)
+        return await receiving
+
+    return asyncio.run(update())
+
+
 def cached(rollout: Engine, step: int | None = None) -> Weights:
     return asyncio.run(copied(rollout.get_weights(step)))
 
@@ -83,8 +96,7 @@ def connect(trainer: Engine, *rollouts: Engine) -> None:
 
 
 def same(left: Weights, right: Weights) -> bool:
-    """Whether all bits are, and names and dtypes."""
-    return left.keys() == right.keys() and all(equal_bits(left[name], right[name]) for name in left)
+    return not differences(left, right)
 
 
 def test_verl_makes_the_engine_by_its_name(root: Path) -> None:
@@ -97,15 +109,7 @@ def test_verl_makes_the_engine_by_its_name(root: Path) -> None:
 def test_a_receiver_waits_for_the_step_that_it_was_told(trainer: Engine, rollout: Engine) -> None:
     send(trainer, 1)
     connect(trainer, rollout)
-
-    async def update() -> Weights:
-        receiving = asyncio.create_task(copied(rollout.receive_weights(2)))
-        await asyncio.wait([receiving], timeout=0.1)
-        assert not receiving.done()
-        await trainer.send_weights(iter(weights_of(2).items()), 2)
-        return await receiving
-
-    assert same(asyncio.run(update()), weights_of(2))
+    assert same(receive_later(rollout, trainer, 2), weights_of(2))
 
 
 def test_a_tensor_is_valid_until_the_next_is_taken(trainer: Engine, rollout: Engine) -> None:
@@ -179,15 +183,8 @@ def test_a_new_start_is_not_taken_for_the_last_start(
     monkeypatch.setenv("TRINITY_SYNC_RUN_KEY", "second start")
     trainer = Engine(is_master=True, root=root)
     connect(trainer, other := Engine(root=root))
-
-    async def update() -> Weights:
-        receiving = asyncio.create_task(copied(other.receive_weights(0)))
-        await asyncio.wait([receiving], timeout=0.1)
-        assert not receiving.done()  # though step 0 of the first start is there
-        await trainer.send_weights(iter(weights_of(0).items()), 0)
-        return await receiving
-
-    assert same(asyncio.run(update()), weights_of(0))
+    # though step 0 of the first start is there
+    assert same(receive_later(other, trainer, 0), weights_of(0))
     with pytest.raises(WeightSyncError, match=r"of another run: .* step 0 of run 2"):
         receive(rollout, 0)  # which the first start is about to update
 

@@ -16,10 +16,12 @@ from transformers import Qwen2ForCausalLM
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlManager
 
-from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.commits import CommitsHere, coordinator_of
 from tests.integration.fsdp.merged import merged
+from tests.integration.fsdp.models import gathered
 from tests.integration.fsdp.ranks import on_ranks
 from tests.support.job import mapped_nbytes
+from tests.support.states import copied, differences
 from trinity_sync import CheckpointCoordinator, ConfigError, SaveFailedError, Settings, WeightReader
 from trinity_sync.integrations.verl import (
     fsdp_save_state_dict,
@@ -41,13 +43,10 @@ def policy(one_rank: None, tiny: Path) -> Policy:
 
 
 @pytest.fixture
-def new_run(tmp_path: Path) -> Iterator[Callable[[], CheckpointCoordinator]]:
+def new_run(one_rank: None, tmp_path: Path) -> Iterator[Callable[[], CheckpointCoordinator]]:
     """Makes the coordinator of a new run of the job."""
-    settings = Settings(spool=tmp_path / "spool")
     with ExitStack() as runs:
-        yield lambda: runs.enter_context(
-            CheckpointCoordinator(tmp_path / "job", settings=settings, trigger=CommitsHere())
-        )
+        yield lambda: runs.enter_context(coordinator_of(tmp_path / "job"))
 
 
 @pytest.fixture
@@ -103,14 +102,13 @@ def test_fsdp_save_state_dict_commits_the_weights_of_the_call(
     policy: Policy, coordinator: CheckpointCoordinator
 ) -> None:
     policy.train_on(batch())
-    expected = {k: v.full_tensor().clone() for k, v in policy.engine.module.state_dict().items()}
+    expected = copied(gathered(policy.engine.module.state_dict()))
     folder = step_folder(coordinator.root, 7) / "actor"
     fsdp_save_state_dict(policy.engine, str(folder), 7, coordinator, logger)
     policy.train_on(batch())
     coordinator.wait_all()
 
-    saved = merged(folder)
-    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert differences(expected, merged(folder)) == []
     assert read_latest_pointer(coordinator.root, "state_dict") == 7
     assert read_latest_pointer(coordinator.root, "checkpoint") is None
 
@@ -151,8 +149,8 @@ def test_an_uploaded_model_is_loaded_without_ray(
             assert fsdp_upload_state_dict(policy.engine, None, step, logger) is not None
             assert asyncio.run(reader.wait_newer(timeout_s=250)) is not None
             assert reader.load_into(model) == step
-            expected, found = policy.engine.module.state_dict(), model.state_dict()
-            assert all(torch.equal(found[n], v.full_tensor()) for n, v in expected.items())
+            expected = gathered(policy.engine.module.state_dict())
+            assert differences(expected, dict(model.state_dict())) == []
 
 
 def test_an_engine_that_saves_without_us_cannot_upload() -> None:

@@ -21,9 +21,10 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.fsdp_utils import apply_fsdp2
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.commits import coordinator_of
+from tests.support.states import copied, differences
 from tests.support.weights import VersionFile, version_in
-from trinity_sync import CheckpointCoordinator, ConfigError, Settings, WeightReader
+from trinity_sync import CheckpointCoordinator, ConfigError, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations.verl import FSDPCheckpointManager, fsdp_save_state_dict
 from trinity_sync.integrations.verl.checkpoint_engine import TrinitySyncCheckpointEngine
@@ -52,8 +53,8 @@ class Tuned:
 
     @property
     def adapter(self) -> dict[str, torch.Tensor]:
-        state = self.model.state_dict()
-        return {name: value.full_tensor() for name, value in state.items() if "lora_" in name}
+        """A copy of the weights of the adapter."""
+        return {name: value for name, value in whole(self.model).items() if "lora_" in name}
 
 
 def peft_model(tiny: Path, rank: int = RANK) -> Any:
@@ -63,26 +64,38 @@ def peft_model(tiny: Path, rank: int = RANK) -> Any:
     return get_peft_model(base, config)
 
 
-@pytest.fixture
-def tuned(one_rank: None, tiny: Path, tmp_path: Path) -> Iterator[Tuned]:
-    model = peft_model(tiny)
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of whole tensors."""
+    return copied({name: value.full_tensor() for name, value in model.state_dict().items()})
+
+
+def shard(model: Any) -> Any:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy}, {})
+    return model
+
+
+def zero(model: Any, part: str) -> None:
+    """Zero the weights with a part of a name."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.zero_()
+
+
+@pytest.fixture
+def tuned(one_rank: None, tiny: Path, tmp_path: Path) -> Iterator[Tuned]:
+    model = shard(peft_model(tiny))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-1)
     tokens = torch.arange(16).reshape(2, 8)
     for _ in range(2):  # B begins as zeros, and A has gradients once it is none
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-    with new_run(tmp_path) as coordinator:
+    with coordinator_of(tmp_path / "job") as coordinator:
         manager = manager_of(model, optimizer, tiny, coordinator)
         yield Tuned(model, optimizer, manager, coordinator, tiny)
-
-
-def new_run(folder: Path) -> CheckpointCoordinator:
-    settings = Settings(spool=folder / "spool")
-    return CheckpointCoordinator(folder / "job", settings=settings, trigger=CommitsHere())
 
 
 def manager_of(
@@ -125,13 +138,12 @@ def test_a_version_of_the_adapter_is_loaded_into_another_one(tuned: Tuned, tmp_p
     assert any(value.any() for name, value in tuned.adapter.items() if "lora_B" in name)
     with WeightReader(VersionFile(tmp_path / "none"), name="explorer") as reader:
         reader.load_into(own, version)
-    assert own.keys() == tuned.adapter.keys()
-    assert all(torch.equal(explorer.state_dict()[name], own[name]) for name in own)
-    assert all(torch.equal(own[name], value) for name, value in tuned.adapter.items())
+    loaded = {name: value for name, value in explorer.state_dict().items() if name in own}
+    assert differences(tuned.adapter, loaded) == []
 
 
 def test_a_checkpoint_of_the_adapter_is_loaded_back(tuned: Tuned, tmp_path: Path) -> None:
-    saved = {name: value.clone() for name, value in tuned.adapter.items()}
+    saved = tuned.adapter
     tuned.manager.save_checkpoint(tuned.path, STEP)
     tuned.manager.wait_on_save_thread()
     manifest = require_committed(tuned.coordinator.root, STEP)
@@ -143,14 +155,11 @@ def test_a_checkpoint_of_the_adapter_is_loaded_back(tuned: Tuned, tmp_path: Path
     export_step(tuned.coordinator.root, STEP, to=tmp_path / "out")
     base = AutoModelForCausalLM.from_pretrained(tuned.tiny, dtype=torch.float32)
     exported = PeftModel.from_pretrained(base, tmp_path / "out/lora_adapter").state_dict()
-    assert all(torch.equal(exported[name], value) for name, value in saved.items())
-    with torch.no_grad():
-        for name, parameter in tuned.model.named_parameters():
-            if "lora_" in name:
-                parameter.zero_()
-    with new_run(tmp_path) as resumed:
+    assert differences(saved, {name: exported[name] for name in saved}) == []
+    zero(tuned.model, "lora_")
+    with coordinator_of(tmp_path / "job") as resumed:
         manager_of(tuned.model, tuned.optimizer, tuned.tiny, resumed).load_checkpoint(tuned.path)
-    assert all(torch.equal(value, saved[name]) for name, value in tuned.adapter.items())
+    assert differences(saved, tuned.adapter) == []
 
 
 def test_an_adapter_with_other_settings_or_shapes_is_refused_before_anything_is_loaded(
@@ -158,24 +167,18 @@ def test_an_adapter_with_other_settings_or_shapes_is_refused_before_anything_is_
 ) -> None:
     tuned.manager.save_checkpoint(tuned.path, STEP)
     tuned.manager.wait_on_save_thread()
-    with torch.no_grad():
-        for name, parameter in tuned.model.named_parameters():
-            if "lora_A" in name:
-                parameter.zero_()
-    other = peft_model(tuned.tiny, rank=2 * RANK)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-    apply_fsdp2(other, {"mesh": mesh}, {})
+    zero(tuned.model, "lora_A")
+    other = shard(peft_model(tuned.tiny, rank=2 * RANK))
     adapter = tuned.model.peft_config["default"]
     for model, alpha, refused in (
         (tuned.model, 16, "lora_alpha=8, and this model's has 16"),
         (other, 8, r"actor holds another model: names or shapes of .*lora_A"),
     ):
         adapter.lora_alpha = alpha
-        before = {name: each.full_tensor().clone() for name, each in model.state_dict().items()}
-        with new_run(tmp_path) as resumed, pytest.raises(ConfigError, match=refused):
+        before = whole(model)
+        with coordinator_of(tmp_path / "job") as resumed, pytest.raises(ConfigError, match=refused):
             manager_of(model, None, tuned.tiny, resumed).load_checkpoint(tuned.path)
-        after = {name: each.full_tensor() for name, each in model.state_dict().items()}
-        assert all(torch.equal(after[name], each) for name, each in before.items())
+        assert differences(before, whole(model)) == []
 
 
 @pytest.mark.parametrize("merges", [False, True])
@@ -208,7 +211,7 @@ def test_a_trained_head_is_not_left_out_of_a_checkpoint_of_the_adapter(
     config = LoraConfig(r=RANK, target_modules=["q_proj"], modules_to_save=["lm_head"])
     model = get_peft_model(base, config)
     optimizer = torch.optim.AdamW(model.parameters())
-    with new_run(tmp_path) as coordinator:
+    with coordinator_of(tmp_path / "job") as coordinator:
         manager = manager_of(model, optimizer, tiny, coordinator)
         path = step_folder(coordinator.root, STEP) / "actor"
         with pytest.raises(ConfigError, match=r"save_lora_only leaves out .*lm_head.*unset it"):

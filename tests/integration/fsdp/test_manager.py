@@ -3,16 +3,17 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.fsdp.commits import CommitsHere
+from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.models import Trained
 from tests.support.states import differences
 from tests.support.waiting import until
-from trinity_sync import CheckpointCoordinator, CommitError, ConfigError, Settings
+from trinity_sync import CommitError, ConfigError
 from trinity_sync.integrations.verl import FSDPCheckpointManager
 from trinity_sync.layout import step_folder, steps_on_disk
 from trinity_sync.storage.discovery import find_newest, read_latest_pointer
@@ -29,20 +30,12 @@ def trained(one_rank: None, tiny: Path) -> Trained:
 
 
 @pytest.fixture
-def new_run(trained: Trained, root: Path, tmp_path: Path) -> Iterator[MakeManager]:
+def new_run(trained: Trained, root: Path) -> Iterator[MakeManager]:
     """Makes the manager of a new run of the job."""
-    coordinators = []
-
-    def make(trigger: CommitsHere | None = None, **contents: list[str]) -> FSDPCheckpointManager:
-        coordinator = CheckpointCoordinator(
-            root, settings=Settings(spool=tmp_path / "spool"), trigger=trigger or CommitsHere()
+    with ExitStack() as runs:
+        yield lambda **contents: trained.manager(
+            runs.enter_context(coordinator_of(root)), **contents
         )
-        coordinators.append(coordinator)
-        return trained.manager(coordinator, **contents)
-
-    yield make
-    for coordinator in coordinators:
-        coordinator.close()
 
 
 def path(root: Path, step: int) -> str:

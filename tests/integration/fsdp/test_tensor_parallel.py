@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.states import differences
 from trinity_sync.errors import CommitError, WeightSyncError
 from trinity_sync.formats.shard_reader import SavedState, outline_files
 from trinity_sync.layout import shard_file
@@ -49,8 +50,8 @@ def read_as_another_rank(folder: Path) -> None:
     """Two ranks, other than those of the mesh, read what four have saved."""
     whole = torch.load(folder / "whole.pt")
     model = SavedState(files(folder, "model"))
-    assert model.metas.keys() == whole.keys()
-    assert all(torch.equal(model.read_tensor(n, t.dtype), t) for n, t in whole.items())
+    found = {name: model.read_tensor(name, whole[name].dtype) for name in model.metas}
+    assert differences(whole, found) == []
     read_nested(folder, "model")
 
 
@@ -87,17 +88,15 @@ def test_weights_are_those_of_the_whole_model(saved: Path, whole: dict[str, torc
     shards = images(saved, "model")
     plan = plan_unshard([each.numpy().data for each in shards])
     read = {full.names[0]: combine_tensor(full, shards) for full in plan}
-    assert read.keys() == whole.keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+    assert differences(whole, read) == []
 
 
 def test_a_reshard_reads_the_whole_model(saved: Path, whole: dict[str, torch.Tensor]) -> None:
     model = read_nested(saved, "model")
-    assert model.metas.keys() == whole.keys()
-    for name, tensor in whole.items():
-        read = torch.empty_like(tensor)
-        model.copy_box(name, make_whole_box(tensor.shape), read)
-        assert torch.equal(read, tensor)
+    read = {name: torch.empty_like(whole[name]) for name in model.metas}
+    for name, tensor in read.items():
+        model.copy_box(name, make_whole_box(tensor.shape), tensor)
+    assert differences(whole, read) == []
 
 
 def test_a_box_across_the_files_of_several_ranks_is_read(
@@ -109,24 +108,24 @@ def test_a_box_across_the_files_of_several_ranks_is_read(
     assert nbytes == 4 * 3 * 4
 
 
-def test_shards_that_cannot_be_placed_are_refused_by_name(saved: Path) -> None:
-    shards = images(saved, "optim")
-    with pytest.raises(WeightSyncError, match=r"w is placed as Partial"):
-        plan_unshard([each.numpy().data for each in shards])
-    with pytest.raises(CommitError, match=r"optim_world_size_4_rank_0.*w is placed as Partial"):
-        SavedState(files(saved, "optim"))
-    with pytest.raises(CommitError, match=r"w is placed as Partial.*leave this component out"):
-        read_nested(saved, "optim")
-
-
-def test_parts_on_equal_submeshes_are_not_taken_for_copies(saved: Path) -> None:
-    shards = images(saved, "own")
-    with pytest.raises(WeightSyncError, match=r"w differs between ranks 0 and 1"):
-        plan_unshard([each.numpy().data for each in shards])
-    with pytest.raises(CommitError, match=r"w differs between ranks 0 and 1"):
-        SavedState(files(saved, "own"))
-    with pytest.raises(CommitError, match=r"w differs between ranks 0 and 1"):
-        read_nested(saved, "own")
+@pytest.mark.parametrize(
+    ("component", "why"),
+    [("optim", "w is placed as Partial"), ("own", "w differs between ranks 0 and 1")],
+    ids=["summands", "parts on equal submeshes"],
+)
+def test_shards_that_are_no_parts_or_copies_are_refused_by_name(
+    saved: Path, component: str, why: str
+) -> None:
+    with pytest.raises(WeightSyncError, match=why):
+        plan_unshard([each.numpy().data for each in images(saved, component)])
+    for read in (
+        lambda: SavedState(files(saved, component)),
+        lambda: read_nested(saved, component),
+    ):
+        with pytest.raises(
+            CommitError, match=rf"{component}_world_size_4_rank_0.*{why}.*leave this"
+        ):
+            read()
 
 
 def test_the_readers_of_files_ask_no_process_group(saved: Path) -> None:

@@ -79,6 +79,13 @@ def train_to(handler: Any, step: int) -> None:
     handler.save_checkpoint(step)
 
 
+def require_resumed(handler: Any, policy: Policy, fingerprint: dict[str, str]) -> None:
+    """Load the newest step, 3, and require its weights and position."""
+    assert handler.load_checkpoint() == 3
+    assert policy.fingerprint() == fingerprint
+    assert next(iter(handler.train_dataloader)).item() == 3
+
+
 def test_the_iteration_file_is_left_to_the_commit_and_the_trainer_ends_after_it(
     start: Start, root: Path
 ) -> None:
@@ -108,9 +115,7 @@ def test_a_resumed_training_has_the_position_of_the_dataloader(
     before = policy.fingerprint()
     assert require_committed(root, 3).find_file("data_0.pt")
     with start() as handler:
-        assert handler.load_checkpoint() == 3
-        assert policy.fingerprint() == before
-        assert next(iter(handler.train_dataloader)).item() == 3
+        require_resumed(handler, policy, before)
 
 
 def test_a_step_that_ends_an_epoch_is_followed_by_the_whole_next_one(start: Start) -> None:
@@ -148,9 +153,7 @@ def test_verl_alone_goes_on_once_the_files_are_where_it_looks(
     shutil.copytree(folder / "actor", folder, dirs_exist_ok=True)
     with start(CheckpointHandler) as handler:
         policy.engine.checkpoint_manager = manager_of(VerlManager, policy.engine)
-        assert handler.load_checkpoint() == 3
-        assert policy.fingerprint() == before
-        assert next(iter(handler.train_dataloader)).item() == 3
+        require_resumed(handler, policy, before)
 
 
 @pytest.mark.parametrize("mode", ["resume_path", "auto"])
@@ -166,9 +169,7 @@ def test_a_step_of_another_job_is_an_initial_state_and_begins_no_run_there(
         manager._coordinator = None  # as veRL makes it
         handler.default_local_dir, handler.resume_mode = str(own), mode
         handler.resume_from_path = str(step_folder(root, 3))
-        assert handler.load_checkpoint() == 3
-        assert policy.fingerprint() == before
-        assert next(iter(handler.train_dataloader)).item() == 3
+        require_resumed(handler, policy, before)
         manager.save_checkpoint(str(step_folder(own, 4)), global_step=4)
         manager._coordinator.close(timeout=0)
     assert len(list_runs(root)) == 1

@@ -91,16 +91,9 @@ class Seen(CheckpointCallback):
         super().__init__()
         self.seen: list[tuple[int, str, bool, int]] = []
 
-    def on_save(
-        self,
-        trainer: Any,
-        global_step: int,
-        checkpoint_dir: str,
-        async_save: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        handed_over = trainer.actor_rollout_wg.engine.checkpoint_manager.previous_global_step
-        self.seen.append((global_step, checkpoint_dir, async_save, handed_over))
+    def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **more: Any) -> None:
+        submitted = trainer.actor_rollout_wg.engine.checkpoint_manager.previous_global_step
+        self.seen.append((global_step, checkpoint_dir, more["async_save"], submitted))
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +182,14 @@ def train_to(trainer: Any, step: int) -> Iterator[Any]:
     return batches
 
 
+def resume(start: Start, step: int) -> Any:
+    """Make a new run, which begins at a step."""
+    resumed = start()
+    resumed._load_checkpoint()
+    assert resumed.global_steps == step
+    return resumed
+
+
 def wait(trainer: Any) -> None:
     trainer.actor_rollout_wg.async_calls_finalize_fn_exec(blocking=True)
 
@@ -224,9 +225,7 @@ def test_a_resumed_run_has_the_newest_commit_and_its_dataloader(
 ) -> None:
     commit_steps(start(), 3)
     before = policy.fingerprint()
-    resumed = start()
-    resumed._load_checkpoint()
-    assert resumed.global_steps == 3
+    resumed = resume(start, 3)
     assert policy.fingerprint() == before
     assert next(iter(resumed.train_dataloader)).item() == 3
 
@@ -378,9 +377,7 @@ def test_a_resume_waits_for_what_the_run_before_submitted(
     trigger = CommitsWhenTold()
     train_to(start(trigger=trigger), 2)
     threading.Timer(0.5, trigger.go).start()
-    resumed = start()
-    resumed._load_checkpoint()
-    assert resumed.global_steps == 2
+    resume(start, 2)
 
 
 def save_with_verl(policy: Policy, root: Path, step: int) -> None:
@@ -395,9 +392,7 @@ def test_a_job_that_verl_began_goes_on_with_us_also_if_its_first_run_commits_not
 ) -> None:
     save_with_verl(policy, root, 2)
     for _ in range(2):
-        resumed = start()
-        resumed._load_checkpoint()
-        assert resumed.global_steps == 2
+        resumed = resume(start, 2)
     commit_steps(resumed, 3)
     assert read_latest_pointer(root, "checkpoint") == 3
 
@@ -407,9 +402,7 @@ def test_a_checkpoint_that_verl_saved_after_ours_is_resumed_from(
 ) -> None:
     commit_steps(start(), 1)
     save_with_verl(policy, root, 2)
-    resumed = start()
-    resumed._load_checkpoint()
-    assert resumed.global_steps == 2
+    resume(start, 2)
 
 
 def test_a_folder_with_a_dataloaders_position_alone_is_no_checkpoint_of_verl(
@@ -419,9 +412,7 @@ def test_a_folder_with_a_dataloaders_position_alone_is_no_checkpoint_of_verl(
     step_folder(root, 2).mkdir()
     (step_folder(root, 2) / "data.pt").write_bytes(b"of a save that was lost")
     (root / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = start()
-    resumed._load_checkpoint()
-    assert resumed.global_steps == 1
+    resumed = resume(start, 1)
     assert "names step 2, and the newest commit is step 1" in caplog.text
     commit_steps(resumed, 2)
     assert find_latest_ckpt_path(str(root)) == str(step_folder(root, 2))
@@ -434,9 +425,7 @@ def test_an_iteration_file_that_was_set_back_is_said_to_have_no_effect(
     start()._load_checkpoint()
     assert "and the newest commit is" not in caplog.text
     (root / "latest_checkpointed_iteration.txt").write_text("1\n")
-    resumed = start()
-    resumed._load_checkpoint()
-    assert resumed.global_steps == 2
+    resume(start, 2)
     assert "names step 1, and the newest commit is step 2" in caplog.text
     assert f"run: trinity-sync rewind {root} 1" in caplog.text
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.integration.fsdp.commits import CommitsHere
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.states import copied, differences
 from tests.support.weights import VersionFile, digest, version_in
 from tests.support.without_ray import follower
 from trinity_sync import CheckpointCoordinator, Settings, WeightReader, WeightSyncError
@@ -107,20 +108,15 @@ def test_every_parameter_arrives_once_and_bit_equal(
 
     with WeightReader(VersionFile(tmp_path / "none"), name="test") as reader:
         arrived = list(reader.iter_weights(version))
-        expected_names = [*(name for name, _ in Odd().named_parameters()), "seen"]
-        assert sorted(name for name, _ in arrived) == sorted(expected_names)
-        for name, tensor in arrived:
-            assert tensor.dtype == expected[name].dtype
-            assert torch.equal(tensor, expected[name]), name
-        with reader.open(version) as view:
-            views = dict(view.iter_views())
-            assert views.keys() == expected.keys()  # tied tensors under all of their names
-            assert all(torch.equal(views[name], expected[name]) for name in expected)
+        names = [*(name for name, _ in Odd().named_parameters()), "seen"]
+        assert len(arrived) == len(names)
+        assert differences({name: expected[name] for name in names}, dict(arrived)) == []
+        with reader.open(version) as view:  # tied tensors under all of their names
+            assert differences(dict(expected), dict(view.iter_views())) == []
 
         fresh = Odd().to(dtype)
         assert reader.load_into(fresh, version) == version.step
-        loaded = fresh.state_dict()
-        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        assert differences(dict(expected), dict(fresh.state_dict())) == []
         assert fresh.head.weight is fresh.embed.weight
 
 
@@ -141,7 +137,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(
     root, spool = uploaded
     version = version_in(open_job_spool(spool, root), root, 1, STEPS["FSDP2"])
     target = Odd().state_dict()
-    before = {name: tensor.clone() for name, tensor in target.items()}
+    before = copied(dict(target))
     with WeightReader(VersionFile(tmp_path / "none"), name="test") as reader:
         with pytest.raises(
             WeightSyncError, match=r"extra is not in the version.*Nothing was loaded"
@@ -153,4 +149,4 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(
             reader.load_into({**target, "single.bias": torch.ones(1).half()}, version)
         with pytest.raises(WeightSyncError, match=r"names images of 1 ranks, .* of rank 0 of 2"):
             reader.load_into(target, replace(version, images=version.images[:1]))
-    assert all(torch.equal(target[name], before[name]) for name in target)
+    assert differences(before, dict(target)) == []
