@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.disk import flip_a_byte
 from tests.support.savers import await_that
 from tests.support.states import copied, differences
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same, whole_state
@@ -175,17 +176,11 @@ def load_with_accelerate(out: Path) -> list[str]:
     different = differences(expected, whole_state(model, optimizer.optimizer))
     dist.barrier()
     if dist.get_rank() == 0:
-        damage(out / "checkpoint_0" / "optimizer_0" / "__1_0.distcp")
+        flip_a_byte(out / "checkpoint_0" / "optimizer_0" / "__1_0.distcp", -20)
     dist.barrier()
     with pytest.raises(CheckpointException, match="is corrupted"):
         accelerator.load_state(str(out / "checkpoint_0"))
     return different
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def save_and_die(out: Path) -> None:
@@ -282,7 +277,7 @@ def save_and_load(out: Path, spool: Path, kind: str) -> None:
     require_same(expected, on_ranks(out, switched, load, out, spool, *steps))
     require_same(expected, on_ranks(out, load, out, *steps))  # without the switch
     if kind == "prime_rl":
-        damage(checkpoint / "__0_0.distcp")
+        flip_a_byte(checkpoint / "__0_0.distcp", -20)
     else:
         with (checkpoint / ".metadata").open("ab") as index:
             index.write(b"\0")  # which a pickle may have at its end

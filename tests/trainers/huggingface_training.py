@@ -1,6 +1,5 @@
 """What `test_huggingface_ranks.py` runs on the ranks of a new process."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.integration.fsdp.commits import Fails
+from tests.support.disk import flip_a_byte
 from tests.support.states import copied, differences
 from tests.trainers.local_saves import TOKENS, Taken, commit_here, commit_taken, make_gpt2
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same, whole_state
@@ -165,9 +165,7 @@ def find_corruption(folder: Path, spool: Path, kind: str) -> str:
     saves = TrinitySyncCallback(folder / "ckpts", **commit_here(folder, spool))
     make_trainer(folder, kind, [saves], max_steps=2).train()
     if dist.get_rank() == 1:
-        with next((folder / "ckpts/global_step_2/actor").glob("*_0.*t*")).open("r+b") as file:
-            file.seek(-20, os.SEEK_END)
-            file.write(b"corrupted")
+        flip_a_byte(next((folder / "ckpts/global_step_2/actor").glob("*_0.*t*")), -20)
     dist.barrier()
     told = find_refusal(folder, spool)
     if kind == "fsdp":

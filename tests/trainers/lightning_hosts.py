@@ -20,13 +20,21 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.states import differences
-from tests.trainers.lightning_training import Pickled, Small, make_trainer, saving, state_of
+from tests.trainers.lightning_training import (
+    At,
+    Pickled,
+    Small,
+    make_trainer,
+    saving,
+    state_of,
+    stop,
+)
 from tests.trainers.local_saves import TOKENS, Taken, commit_taken
 from trinity_sync.integrations.lightning import TrinitySyncCallback
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.storage.manifest import read_manifest
 
-EPOCH = 8
+EPOCH, AFTER_BATCH = 8, "on_train_batch_end"
 
 
 class Plain(Small):
@@ -53,21 +61,6 @@ AVERAGING: dict[str, Sequence[Callable[[], Callback]]] = {
 }
 
 
-class At(Callback):
-    """Calls a function once a step is trained."""
-
-    def __init__(self, step: int, call: Callable[[Any], None]) -> None:
-        self.step, self.call = step, call
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.call(trainer)
-
-
-def stop(trainer: Any) -> None:
-    trainer.should_stop = True
-
-
 def fit(
     callbacks: list[Callback], *, normalizes: bool = False, path: str | None = None, **given: Any
 ) -> tuple[Plain, LightningTrainer]:
@@ -88,7 +81,9 @@ def resume_what_has_ended(tmp_path: Path, spool: Path, averaging: str, ends: str
         return fit([*averages, *others, saves], normalizes="norm" in averaging, **given)[0]
 
     whole = train("whole", **until)
-    ended = train("ckpts", *([] if ends == "max_steps" else [At(stopped, stop)]), **first)
+    ended = train(
+        "ckpts", *([] if ends == "max_steps" else [At(stopped, stop, AFTER_BATCH)]), **first
+    )
     assert len(ended.seen) == steps_on_disk(tmp_path / "ckpts")[-1] == stopped
     resumed = train("ckpts", path="last", **until)
     assert resumed.seen == whole.seen[stopped:]
@@ -109,7 +104,7 @@ def train_until_killed(make: Callable[[], Callback], save: Callable[[], Callback
 
     def train() -> None:
         torch.set_num_threads(1)
-        fit([make(), At(KILLED_AT + 1, kill), save()], max_epochs=4)
+        fit([make(), At(KILLED_AT + 1, kill, AFTER_BATCH), save()], max_epochs=4)
 
     process = multiprocessing.get_context("fork").Process(target=train)
     process.start()

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,15 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.integration.fsdp.commits import CommitsHere, Fails
-from tests.support.job import mapped_nbytes
 from tests.support.states import copied, differences
-from tests.trainers.local_saves import TOKENS, Taken, commit_here, commit_taken, replace_files
+from tests.trainers.local_saves import (
+    TOKENS,
+    Taken,
+    commit_here,
+    commit_taken,
+    mapped_sizes,
+    replace_files,
+)
 from tests.trainers.ranks import kill_all_ranks, killed_ranks, on_ranks, require_same
 from trinity_sync import ConfigError, SaveFailedError
 from trinity_sync.integrations.lightning import TrinitySyncCallback
@@ -124,27 +131,31 @@ def read_by_lightning(module: Small, file: Path, **arguments: Any) -> list[str]:
     ]
 
 
-class Look(Callback):
-    """Looks at the memory of a rank's saves, once what touches it has ended."""
+class At(Callback):
+    """Calls a function with the trainer at a step, by default before a batch."""
 
-    def __init__(self, saves: TrinitySyncCallback) -> None:
-        self.saves, self.sizes = saves, dict[str, int]()
+    def __init__(
+        self, step: int, call: Callable[[Any], None], event: str = "on_train_batch_start"
+    ) -> None:
+        self.step, self.call = step, call
+        setattr(self, event, self.notice)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        if not self.sizes and self.saves._saves and self.saves._saves._coordinator:
-            coordinator = self.saves._saves.coordinator
-            coordinator._stager.memory.run(looks=False)
-            names = ("dcp",) if self.saves._saves.is_sharded else ("model", "optim")
-            slots = {n: coordinator.spool.slot("actor", n, coordinator.rank, 0) for n in names}
-            self.sizes = {name: mapped_nbytes(slot) for name, slot in slots.items()}
+    def notice(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.call(trainer)
+
+
+def stop(trainer: Any) -> None:
+    trainer.should_stop = True
 
 
 def look_at_the_first_step(
     folder: Path, spool: Path, module: type[Small] = Small, **arguments: Any
 ) -> dict[str, int]:
-    look = Look(saves := saving(folder, spool, 2))
+    saves, sizes = saving(folder, spool, 2), dict[str, int]()
+    look = At(0, lambda _: sizes.update(mapped_sizes(saves._saves)))
     fit(module(), [saves, look], steps=2, **arguments)
-    return look.sizes
+    return sizes
 
 
 def look_at_the_first_step_of_shards(folder: Path, spool: Path) -> dict[str, int]:
@@ -214,17 +225,6 @@ def save_all_steps_of_a_second_fit(tmp_path: Path, spool: Path) -> None:
         assert read_manifest(root, 2).run == run
 
 
-class StopAfter(Callback):
-    """End the training after a number of batches."""
-
-    def __init__(self, batches: int) -> None:
-        self.left = batches
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.left -= 1
-        trainer.should_stop = self.left == 0
-
-
 def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
     def train(root: str, steps: int, *callbacks: Callback) -> Small:
         saves = saving(tmp_path, spool, root=root)
@@ -234,7 +234,7 @@ def resume_accumulated_gradients_bit_equal(tmp_path: Path, spool: Path) -> None:
     whole = train("whole", 4)
     train("ckpts", 2)
     manifest = read_manifest(tmp_path / "ckpts", 2)
-    assert len(train("ckpts", 4, StopAfter(1)).seen) == 1
+    assert len(train("ckpts", 4, At(2, stop, "on_train_batch_end")).seen) == 1
     assert read_manifest(tmp_path / "ckpts", 2) == manifest
     resumed = train("ckpts", 4)
     assert resumed.seen == whole.seen[4:]
@@ -306,10 +306,8 @@ def load_last_next_to_another_checkpoint(tmp_path: Path, spool: Path) -> None:
     assert train(5) == 2
 
 
-class Interrupt(Callback):
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
-            raise RuntimeError("interrupted")
+def interrupt(_: Any) -> None:
+    raise RuntimeError("interrupted")
 
 
 def resume_with_the_callback_of_an_exception(tmp_path: Path, spool: Path) -> None:
@@ -317,7 +315,7 @@ def resume_with_the_callback_of_an_exception(tmp_path: Path, spool: Path) -> Non
     trigger = CommitsHere()
     saves = saving(tmp_path, spool, trigger=trigger)
     with pytest.raises(RuntimeError, match="interrupted"):
-        fit(Small(), [Interrupt(), saves], steps=4)
+        fit(Small(), [At(2, interrupt), saves], steps=4)
     trigger.finish()
     assert len(fit(Small(), [saves], steps=4, resume=True).seen) == 2
     assert [(run.number, run.resumed_from) for run in list_runs(root)] == [(1, 0), (2, 2)]
@@ -358,12 +356,6 @@ def record_what_a_validation_logs(tmp_path: Path, spool: Path) -> None:
 # ------------------------------------------------------------ ranks
 
 
-class KillAt(Callback):
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == KILLED_AT:
-            kill_all_ranks()
-
-
 class Replaced(ModelParallelStrategy):
     """Loads a step whose files have been compared, and have other files' names since."""
 
@@ -387,12 +379,11 @@ def train(folder: Path, spool: Path, kind: str, root: str, fate: str) -> dict[st
         strategy.step = folder / root / f"global_step_{KILLED_AT}"
     torch.manual_seed(7)
 
-    class OwnDropout(Callback):
-        def on_train_start(self, *_: Any) -> None:
-            torch.rand(dist.get_rank() + 1)  # each rank has its own
+    def draw(_: Any) -> None:
+        torch.rand(dist.get_rank() + 1)  # each rank has its own dropout
 
-    mine: list[Callback] = [OwnDropout()] if fate != "resumed" else []
-    mine += [KillAt()] if fate == "killed" else []
+    mine: list[Callback] = [At(0, draw, "on_train_start")] if fate != "resumed" else []
+    mine += [At(KILLED_AT, lambda _: kill_all_ranks())] if fate == "killed" else []
     fit(module, [*mine, saves], steps=STEPS, resume=True, devices=2, strategy=strategy)
     assert isinstance(next(module.parameters()), DTensor) == (kind == "fsdp")
     random = torch.get_rng_state()

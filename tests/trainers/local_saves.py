@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from tests.integration.fsdp.commits import CommitsHere
+from tests.support.job import mapped_nbytes
 from trinity_sync import Settings
+from trinity_sync.integrations.trainer_saves import TrainerSaves
 from trinity_sync.saves.save_request import SaveRequest
 
 TOKENS = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
@@ -41,9 +43,20 @@ def commit_taken(folder: Path) -> list[int]:
     return steps
 
 
+def mapped_sizes(saves: TrainerSaves | None) -> dict[str, int]:
+    """Bytes of a rank's images of its first save, once what touches them has ended."""
+    if not saves or not saves._coordinator:
+        return {}
+    coordinator = saves.coordinator
+    coordinator._stager.memory.run(looks=False)
+    names = ("dcp",) if saves.is_sharded else ("model", "optim")
+    slots = {n: coordinator.spool.slot("actor", n, coordinator.rank, 0) for n in names}
+    return {name: mapped_nbytes(slot) for name, slot in slots.items()}
+
+
 def replace_files(step: Path, *patterns: str) -> None:
     """Give the names of a step's files to others, of the same sizes."""
-    for path in [path for pattern in patterns for path in step.glob(pattern)]:
+    for path in [path for pattern in patterns for path in step.glob(pattern) if path.is_file()]:
         other = path.with_name("other")
         other.write_bytes(bytes(path.stat().st_size))
         other.rename(path)

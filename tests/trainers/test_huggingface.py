@@ -42,10 +42,15 @@ from transformers import (
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 from tests.integration.fsdp.commits import CommitsHere, Fails
-from tests.support.job import mapped_nbytes
 from tests.support.models import configure
 from tests.support.states import copied, differences
-from tests.trainers.local_saves import TOKENS, commit_here, make_gpt2, replace_files
+from tests.trainers.local_saves import (
+    TOKENS,
+    commit_here,
+    make_gpt2,
+    mapped_sizes,
+    replace_files,
+)
 from trinity_sync import CommitError, ConfigError, SaveFailedError, WeightReader
 from trinity_sync.formats.hf_export import export_step
 from trinity_sync.integrations import huggingface_state, trainer_saves
@@ -74,15 +79,19 @@ def one_thread(nothing_is_left_behind: None) -> None:
     torch.set_num_threads(1)
 
 
-class StopAt(TrainerCallback):
-    """Ends the training, as a user does with a key."""
+class At(TrainerCallback):
+    """Calls a function with the trainer's control at the end of a step."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, call: Callable[[Any], object]) -> None:
+        self.step, self.call = step, call
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        if state.global_step >= self.step:
-            control.should_training_stop = True
+        if state.global_step == self.step:
+            self.call(control)
+
+
+def stop_training(control: Any) -> None:
+    control.should_training_stop = True
 
 
 @pytest.fixture
@@ -127,8 +136,15 @@ def hugging_face(
         train_dataset=data,
         eval_dataset=data[:4],
         processing_class=processing_class,
-        callbacks=[saves, StopAt(stop)],
+        callbacks=[saves, At(stop, stop_training)],
     )
+
+
+def train(saves: TrinitySyncCallback, stop: int = 99, **how: Any) -> Any:
+    """Train from the newest step of a root, if it has one; return the trainer."""
+    trainer = hugging_face(saves, stop, **how)
+    trainer.train(resume_from_checkpoint=saves.latest())
+    return trainer
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
@@ -144,14 +160,10 @@ class Look(TrainerCallback):
     """Looks at the memory of the saves, once what touches it has ended, before the first step."""
 
     def __init__(self, saves: TrinitySyncCallback) -> None:
-        self.saves, self.sizes = saves, list[int]()
+        self.saves, self.sizes = saves, dict[str, int]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        if state.global_step == 0 and self.saves._saves:
-            coordinator = self.saves._saves.coordinator
-            coordinator._stager.memory.run(looks=False)
-            slots = [coordinator.spool.slot("actor", name, 0, 0) for name in ("model", "optim")]
-            self.sizes = [mapped_nbytes(slot) for slot in slots]
+        self.sizes = self.sizes or mapped_sizes(self.saves._saves)
 
 
 @pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["c_attn"])])
@@ -163,8 +175,8 @@ def test_the_memory_of_the_first_save_is_touched_before_it(
     trainer.add_callback(look)
     trainer.train()
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
-    for size, least in zip(look.sizes, (trained, 2 * trained), strict=True):
-        assert least <= size <= least + (4 << 20)
+    for name, least in (("model", trained), ("optim", 2 * trained)):
+        assert least <= look.sizes[name] <= least + (4 << 20)
 
 
 def test_a_trainer_is_told_before_it_trains_that_its_saves_may_not_fit(
@@ -191,17 +203,13 @@ def test_a_training_that_saves_nothing_makes_no_root(callback: MakeCallback) -> 
 def test_a_hugging_face_trainer_resumes_bit_equal_in_mid_epoch(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    whole = hugging_face(callback("whole"))
-    whole.train()
-    root = tmp_path / "ckpts"
-    hugging_face(callback(), stop=11).train()
-    assert max(steps_on_disk(root)) == 10  # eight steps are an epoch
+    whole = train(callback("whole"))
+    train(callback(), stop=11)
+    assert max(steps_on_disk(tmp_path / "ckpts")) == 10  # eight steps are an epoch
     assert list((tmp_path / "out").glob("checkpoint-*")) == []
 
     torch.manual_seed(99)
-    saves = callback()
-    resumed = hugging_face(saves)
-    resumed.train(resume_from_checkpoint=saves.latest())
+    resumed = train(callback())
     assert resumed.state.global_step == 12
     assert differences(state_of(whole), state_of(resumed)) == []
 
@@ -314,27 +322,19 @@ class WithMoments(Trainer):
 def test_what_a_subclass_also_saves_is_resumed_as_from_trainers_own_checkpoint(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    def make(name: str, stop: int = 99) -> tuple[Trainer, TrinitySyncCallback]:
-        saves = callback(name)
-        return hugging_face(saves, stop, of=WithMoments, out=f"{name}-out"), saves
-
     def state(trainer: Any) -> dict[str, Any]:
         return {**state_of(trainer), "moments": trainer.moments, "models": trainer.saved_models}
 
-    whole, _ = make("whole")
-    whole.train()
+    whole = train(callback("whole"), of=WithMoments)
     assert whole.moments.any()
-    make("ckpts", stop=6)[0].train()
-    resumed, saves = make("ckpts")
-    resumed.train(resume_from_checkpoint=saves.latest())
+    train(callback(), stop=6, of=WithMoments)
+    resumed = train(callback(), of=WithMoments)
     assert differences(state(whole), state(resumed)) == []
 
-    host, saves = make("host", stop=6)
-    host.remove_callback(saves)
-    host.train()
-    by_host, saves = make("host")
-    by_host.remove_callback(saves)
-    by_host.train(resume_from_checkpoint=str(tmp_path / "host-out/checkpoint-6"))
+    host, by_host = (hugging_face(callback(), n, of=WithMoments, out="host") for n in (6, 99))
+    for trainer, checkpoint in ((host, None), (by_host, str(tmp_path / "host/checkpoint-6"))):
+        trainer.pop_callback(TrinitySyncCallback)
+        trainer.train(resume_from_checkpoint=checkpoint)
     assert differences(state(by_host), state(resumed)) == []
 
 
@@ -390,23 +390,12 @@ class Copied(CommitsHere):
         return Copied, ()
 
 
-class At(TrainerCallback):
-    """Calls a function at the end of a step."""
-
-    def __init__(self, step: int, call: Callable[[], object]) -> None:
-        self.step, self.call = step, call
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        if state.global_step == self.step:
-            self.call()
-
-
 def test_a_copy_of_a_callback_that_saves_has_saves_of_its_own(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
     saves = callback(trigger=Copied())
     trainer, copies = hugging_face(saves, 4), []
-    trainer.add_callback(At(3, lambda: copies.append(pickle.loads(pickle.dumps(saves)))))
+    trainer.add_callback(At(3, lambda _: copies.append(pickle.loads(pickle.dumps(saves)))))
     trainer.train()
     assert steps_on_disk(tmp_path / "ckpts") == [2, 4]
     (copied_in_training,) = copies
@@ -414,7 +403,7 @@ def test_a_copy_of_a_callback_that_saves_has_saves_of_its_own(
     copied_in_training.on_train_end(None, None, None)
 
 
-def interrupt() -> None:
+def interrupt(_: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -457,7 +446,7 @@ def test_a_batch_that_does_not_fit_begins_the_training_again(
 def test_a_batch_that_does_not_fit_after_a_resume_begins_again_at_the_step_of_the_resume(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    hugging_face(callback(), 4).train()
+    train(callback(), 4)
     saves = callback()
     resume_until_exhausted(saves, At(6, exhaust_once()))
     begun = [run.resumed_from for run in list_known_runs(tmp_path / "ckpts")]
@@ -492,10 +481,10 @@ def test_a_save_draws_no_random_numbers_of_the_training(callback: MakeCallback) 
     assert train(save_strategy="steps") == train(save_strategy="no")
 
 
-def exhaust_once() -> Callable[[], None]:
+def exhaust_once() -> Callable[[Any], None]:
     exhausted = ["CUDA out of memory."]
 
-    def exhaust() -> None:
+    def exhaust(_: Any) -> None:
         if exhausted:
             raise RuntimeError(exhausted.pop())
 
@@ -720,21 +709,13 @@ def test_what_is_logged_at_a_step_decides_what_a_policy_keeps(
 def test_an_adapter_is_saved_alone_resumed_bit_equal_and_read_by_peft(
     tmp_path: Path, callback: MakeCallback
 ) -> None:
-    def train(
-        root: str, stop: int = 99, resume: bool = False
-    ) -> tuple[Trainer, TrinitySyncCallback]:
-        saves = callback(root)
-        adapter = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
-        trainer = hugging_face(saves, stop, adapter)
-        trainer.train(resume_from_checkpoint=saves.latest() if resume else None)
-        return trainer, saves
-
-    whole, _ = train("whole")
-    train("ckpts", stop=10)
+    adapter = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    whole = train(callback("whole"), adapter=adapter)
+    train(callback(), 10, adapter=adapter)
     saved = tmp_path / "ckpts/global_step_10/actor"
     weights = torch.load(next(saved.glob("model*")), weights_only=True)
     assert {name.split(".")[-2] for name in weights} == {"lora_A", "lora_B"}
-    resumed, saves = train("ckpts", resume=True)
+    resumed = train(saves := callback(), adapter=adapter)
     assert resumed.state.global_step == 12
     assert differences(state_of(whole), state_of(resumed)) == []
 
@@ -827,26 +808,24 @@ def test_an_adapter_of_transformers_is_saved_alone_read_by_it_and_resumed_bit_eq
 ) -> None:
     hugging_face(callback("none")).model.save_pretrained(tmp_path / "base")
 
-    def train(root: str, stop: int = 99, **how: Any) -> tuple[Trainer, TrinitySyncCallback]:
-        saves = callback(root)
+    def adapted() -> Any:
         model = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
         torch.manual_seed(0)
         model.add_adapter(LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-        trainer = hugging_face(saves, stop, model=model, **how)
-        trainer.train(resume_from_checkpoint=saves.latest())
-        return trainer, saves
+        return model
 
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
-    whole, _ = train("whole")
-    train("ckpts", stop=10)
-    resumed, saves = train("ckpts", learning_rate=5e-5)
+    whole = train(callback("whole"), model=adapted())
+    train(callback(), 10, model=adapted())
+    resumed = train(saves := callback(), model=adapted())
     assert differences(state_of(whole), state_of(resumed)) == []
     newest = saves.latest()
     assert not (Path(newest) / "config.json").exists()
     read, tokens = GPT2LMHeadModel.from_pretrained(newest).eval(), TOKENS[:2]
     expected = resumed.model.eval()(tokens).logits
     assert torch.equal(read(tokens).logits, expected)
-    ended, _ = train("best", metric_for_best_model="eval_loss", greater_is_better=True, **best)
+    greatest = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    ended = train(callback("best"), model=adapted(), **greatest, **best)
     assert ended.state.best_global_step < 12  # the loss falls, and its greatest is the best here
     assert not torch.equal(ended.model.eval()(tokens).logits, expected)
 
@@ -878,17 +857,15 @@ def test_what_of_an_adapted_model_would_be_lost_is_refused_by_name(
 
 
 def test_an_embedded_prompt_is_resumed_bit_equal(callback: MakeCallback) -> None:
-    def train(root: str, stop: int = 99) -> Trainer:
-        saves = callback(root)
+    def train_prompt(root: str, stop: int = 99) -> dict[str, Any]:
         torch.manual_seed(0)
         model = make_gpt2(n_positions=10)
-        trainer = hugging_face(saves, stop, PromptTuningConfig(**_PROMPT), model=model)
-        trainer.train(resume_from_checkpoint=saves.latest())
-        return trainer
+        adapter: Any = PromptTuningConfig(**_PROMPT)
+        return copied(state_of(train(callback(root), stop, adapter=adapter, model=model)))
 
-    whole = copied(state_of(train("whole")))
-    train("ckpts", stop=10)
-    assert differences(whole, state_of(train("ckpts"))) == []
+    whole = train_prompt("whole")
+    train_prompt("ckpts", stop=10)
+    assert differences(whole, train_prompt("ckpts")) == []
 
 
 def test_a_model_of_other_tensors_than_its_class_is_saved_without_a_config(
