@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from tests.environments.megatron.cpu import megatron_on_cpu
 from tests.integration.fsdp.commits import coordinator_of
 from tests.integration.fsdp.ranks import on_ranks
+from tests.support.disk import flip_a_byte
 from tests.support.states import differences
 from tests.support.waiting import until
+from tests.trainers.local_saves import replace_files
 from trinity_sync import CheckpointCoordinator, Settings
 from trinity_sync.errors import CommitError, ConfigError, SaveFailedError, SpoolError
 from trinity_sync.formats.dcp import to_dcp
@@ -331,11 +333,8 @@ def replaced_before_megatron_reads(folder: Path) -> Iterator[None]:
     load = VerlMegatronCheckpointManager.load_checkpoint
 
     def load_later(*arguments: Any) -> None:
-        for path in folder.rglob("*.*") if dist.get_rank() == 0 else ():
-            if path.is_file():
-                other = path.with_name("other")
-                other.write_bytes(bytes(path.stat().st_size))
-                other.rename(path)
+        if dist.get_rank() == 0:
+            replace_files(folder, "**/*.*")
         dist.barrier()
         load(*arguments)
 
@@ -352,10 +351,7 @@ def load_corrupted(root: Path) -> None:
             trained.step()
             manager.save_checkpoint(actor(root, step), global_step=step)
     if dist.get_rank() == 0:
-        file = Path(actor(root, 2), "optimizer", "dist_ckpt", "__1_0.distcp")
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip_a_byte(Path(actor(root, 2), "optimizer", "dist_ckpt", "__1_0.distcp"), -20)
     dist.barrier()
     with coordinator_of(root) as saves:
         manager = make_manager(trained, saves)

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,18 @@ def train(
     assert (done.returncode == 0) == (not fails), printed
     assert fails in printed, printed
     return {int(step): loss for step, loss in LOSS.findall(printed)}
+
+
+def train_both(
+    folder: Path, name: str, *options: str, each: Mapping[str, list[str]] = {}, **how: Any
+) -> dict[int, str]:
+    """Train with TorchTitan's manager and with ours; return the losses, which are the same."""
+    plain, ours = (
+        train(folder, *options, *each.get(kind, []), *more, "--checkpoint.folder", name, **how)
+        for kind, name, more in (("plain", f"plain-{name}", []), ("ours", f"ours-{name}", OURS))
+    )
+    assert ours == plain
+    return plain
 
 
 def read(folder: Path) -> dict[str, object]:
@@ -122,14 +134,11 @@ def test_another_mesh_goes_on_as_with_torchtitans_own_manager(
     folder: Path, reference: dict[int, str], resumed: dict[int, str], mesh: str
 ) -> None:
     ranks, options = MESHES[mesh]
-    options = [*options, "--checkpoint.exclude-from-loading", "dataloader", *WHOLE]
-    plain, ours = f"plain-{mesh}", f"ours-{mesh}"
-    first = [*options, str(folder / "plain" / "step-12"), "--checkpoint.folder", plain]
-    second = [*options, str(folder / "ours/global_step_12/actor"), "--checkpoint.folder", ours]
-    losses = train(folder, *first, ranks=ranks)
-    assert losses.keys() == {13, 14}
-    assert train(folder, *second, *OURS, ranks=ranks) == losses
-    ended = [folder / plain / "step-14", step_folder(folder / ours, 14) / "actor"]
+    options = [*options, "--checkpoint.exclude-from-loading", "dataloader"]
+    saved = {"plain": "plain/step-12", "ours": "ours/global_step_12/actor"}
+    each = {kind: [*WHOLE, str(folder / path)] for kind, path in saved.items()}
+    assert train_both(folder, mesh, *options, each=each, ranks=ranks).keys() == {13, 14}
+    ended = [folder / f"plain-{mesh}/step-14", folder / f"ours-{mesh}/global_step_14/actor"]
     assert differences(*map(read, ended)) == []
 
 
@@ -153,11 +162,7 @@ def test_a_training_from_hugging_face_weights_ends_with_a_model_alone_as_by_torc
     options += ["--checkpoint.initial-load-path", str(folder / "hf" / "step-3")]
     options += ["--checkpoint.enable-first-step-checkpoint"]
     pinned = ["--checkpoint.async-mode", "async_with_pinned_mem"]
-    plain, ours = (
-        train(folder, *options, *more, "--checkpoint.folder", name)
-        for name, more in {"plain-tuned": [], "ours-tuned": [*OURS, *pinned]}.items()
-    )
-    assert ours == plain
+    train_both(folder, "tuned", *options, each={"ours": pinned})
     assert steps_on_disk(folder / "ours-tuned") == [1, 2, 3]
     for step in (1, 2, 3):
         saved = read(step_folder(folder / "ours-tuned", step) / "actor")
@@ -172,12 +177,7 @@ def test_experts_on_different_ranks_are_saved_and_resumed_as_by_torchtitan_itsel
     folder: Path, stack: StackState, last: int, steps: set[int]
 ) -> None:
     options = [*EXPERTS, "--training.steps", str(last)]
-    plain, ours = (
-        train(folder, *options, *more, "--checkpoint.folder", name, config="experts")
-        for name, more in {"plain-experts": [], "ours-experts": OURS}.items()
-    )
-    assert plain.keys() == steps
-    assert ours == plain
+    assert train_both(folder, "experts", *options, config="experts").keys() == steps
     until(lambda: read_manifest(folder / "ours-experts", last), "the commit")
     saved = step_folder(folder / "ours-experts", last) / "actor"
     assert differences(read(folder / "plain-experts" / f"step-{last}"), read(saved)) == []
@@ -186,36 +186,18 @@ def test_experts_on_different_ranks_are_saved_and_resumed_as_by_torchtitan_itsel
 def test_experts_of_two_ranks_go_on_on_one(folder: Path, stack: StackState) -> None:
     """From the steps of the test above."""
     options = ["--training.steps", "8", "--checkpoint.exclude-from-loading", "dataloader"]
-    plain, ours = (
-        train(
-            folder,
-            *options,
-            *WHOLE[len(MORE) :],
-            str(folder / saved),
-            "--checkpoint.folder",
-            f"{saved.partition('/')[0]}-one",
-            *more,
-            ranks=1,
-            config="experts",
-        )
-        for saved, more in {
-            "plain-experts/step-6": [],
-            "ours-experts/global_step_6/actor": OURS,
-        }.items()
-    )
-    assert plain.keys() == {7, 8}
-    assert ours == plain
+    saved = {"plain": "plain-experts/step-6", "ours": "ours-experts/global_step_6/actor"}
+    each = {kind: [*WHOLE[len(MORE) :], str(folder / path)] for kind, path in saved.items()}
+    losses = train_both(folder, "one", *options, each=each, ranks=1, config="experts")
+    assert losses.keys() == {7, 8}
 
 
 def test_a_seed_checkpoint_of_one_rank_begins_a_training_of_two(
     folder: Path, stack: StackState
 ) -> None:
-    losses = []
-    for name, options in (("plain-seed", []), ("ours-seed", OURS)):
-        options = [*options, "--checkpoint.folder", name, "--training.steps", "2"]
-        train(folder, *options, "--checkpoint.create-seed-checkpoint", ranks=1)
-        losses.append(train(folder, *options))
-    assert losses[0] == losses[1]
+    options = ["--training.steps", "2"]
+    train_both(folder, "seed", *options, "--checkpoint.create-seed-checkpoint", ranks=1)
+    train_both(folder, "seed", *options)
     assert [run.resumed_from for run in list_runs(folder / "ours-seed")] == [0, 0]
 
 

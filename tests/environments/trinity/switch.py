@@ -30,18 +30,16 @@ from trinity_sync.storage.runs import list_runs
 TRINITY = Path(sys.executable).with_name("trinity")
 
 
-def launch(config: Path, *, switch: bool = True) -> str:
-    """``trinity run``; what it printed."""
-    ours = {"TRINITY_PLUGIN_DIRS": str(PLUGINS)} if switch else {}
+def launch(config: Path) -> None:
+    """``trinity run``, with the switch."""
     done = subprocess.run(
         [str(TRINITY), "run", "--config", str(config)],
-        env=os.environ | ours,
+        env=os.environ | {"TRINITY_PLUGIN_DIRS": str(PLUGINS)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
 
 
 def position(root: Path, step: int) -> Any:

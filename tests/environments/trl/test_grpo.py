@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -55,6 +56,18 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def trainer_class() -> Any:
+    """As the guide makes it."""
+    from trl import GRPOTrainer
+
+    from trinity_sync.integrations.trl import VLLMSyncMixin
+
+    class Trainer(VLLMSyncMixin, GRPOTrainer):
+        pass
+
+    return Trainer
+
+
 def logged(output: str) -> list[dict[str, float]]:
     lines = re.findall(r"^{'loss'.*}$", output, re.MULTILINE)
     return [{name: float(n) for name, n in ast.literal_eval(line).items()} for line in lines]
@@ -88,17 +101,13 @@ def test_evaluations_before_in_and_after_a_training_are_of_the_weights_of_their_
 ) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
 
     from trinity_sync.integrations.huggingface import TrinitySyncCallback
-    from trinity_sync.integrations.trl import VLLMSyncMixin
-
-    class Trainer(VLLMSyncMixin, GRPOTrainer):
-        pass
 
     prompts = Dataset.from_list([{"prompt": f"{a} {b}"} for a in "abcd" for b in "abcd"])
     with serving(model, "trinity_sync") as server:
-        trainer = Trainer(
+        trainer = trainer_class()(
             AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
             lambda completions, **_: [text.count("a") / 8 for text in completions],
             GRPOConfig(
@@ -154,15 +163,10 @@ def test_what_has_no_server_with_the_back_end_is_refused_before_training(
 
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    from trinity_sync.integrations.trl import VLLMSyncMixin
-
-    class Trainer(VLLMSyncMixin, GRPOTrainer):
-        pass
+    from trl import GRPOConfig
 
     with pytest.raises(ConfigError, match="set use_vllm and vllm_mode='server'"):
-        Trainer(
+        trainer_class()(
             str(model),
             lambda completions, **_: [0.0] * len(completions),
             GRPOConfig(str(tmp_path / "out"), bf16=False, use_cpu=True, report_to=[]),

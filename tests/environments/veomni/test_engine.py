@@ -186,20 +186,12 @@ def experts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random mixture of four experts, with the tokenizer of the other model."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    from tests.support.models import configure
+
     folder = tmp_path_factory.mktemp("experts") / "tiny"
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
-    config = Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = configure(Qwen3MoeConfig, 32, 16, head_dim=8, **experts)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 

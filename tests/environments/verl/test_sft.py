@@ -111,9 +111,6 @@ def test_verls_merger_makes_of_it_what_the_uninterrupted_training_had(
 @pytest.mark.skipif(
     os.environ.get("STRATEGY") == "veomni", reason="VeOmni's engine trains no adapters"
 )
-@pytest.mark.skipif(
-    os.environ.get("STRATEGY") == "veomni", reason="VeOmni's engine trains no adapters"
-)
 def test_an_adapter_of_a_model_that_is_offloaded_resumes_with_the_losses_of_the_run_before(
     stack: StackState, world: Path
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.support.models import configure
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.stack.daemon import free_port
 
@@ -32,21 +33,14 @@ os.environ.update(
 )
 
 
-def make_model(seed: int, *, tied: bool = False) -> Qwen2ForCausalLM:
+def make_model(seed: int) -> Qwen2ForCausalLM:
     """Random weights whose greedy answers differ from those of another seed.
 
     In vLLM, its q, k and v with their biases are one layer, and gate and up are one.
     """
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=128,  # four heads of 32: vLLM on the CPU takes no smaller heads
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-    )
+    # four heads of 32: vLLM on the CPU takes no smaller heads
+    sizes = {"inner": 256, "layers": 2, "heads": 4, "max_position_embeddings": 128}
+    config = configure(Qwen2Config, 64, 128, tie_word_embeddings=False, **sizes)
     return randomize(Qwen2ForCausalLM(config).float().eval(), seed)
 
 
@@ -116,11 +110,6 @@ class Server:
     def ask_all(self, model: str | None = None) -> list[list[int]]:
         """Return the greedy tokens of each prompt, for a model or an adapter."""
         return [self.ask(prompt, model=model)[0] for prompt in PROMPTS]
-
-    def kill(self) -> None:
-        """Send SIGKILL to all of its processes."""
-        end(self.list_processes())
-        self.process.wait()
 
     def list_processes(self) -> list[psutil.Process]:
         """Return the server and those that it started; none once it has ended."""

@@ -5,12 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.environments.vllm.engines import (
-    expect,
-    generate,
-    make_model,
-    running_engine,
-)
+from tests.environments.vllm.engines import expect, generate, make_model, running_engine
 from trinity_sync import CheckpointCoordinator, FolderReader, WeightFolder, WeightReader
 
 

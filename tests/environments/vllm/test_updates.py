@@ -30,9 +30,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @contextmanager
-def running(folder: Path, *, tied: bool = False, **options: Any) -> Iterator[Any]:
+def running(folder: Path, **options: Any) -> Iterator[Any]:
     """An engine that takes updates, started with weights of no test."""
-    make_model(1000, tied=tied).save_pretrained(folder)
+    make_model(1000).save_pretrained(folder)
     with running_engine(
         folder, weight_transfer_config={"backend": "trinity_sync"}, **options
     ) as llm:
