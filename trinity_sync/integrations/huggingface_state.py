@@ -1,11 +1,10 @@
 """What a checkpoint of Hugging Face's `Trainer` holds, and under which names `Trainer` loads it."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,7 +16,12 @@ from trinity_sync.errors import ConfigError, from_extra
 from trinity_sync.formats.hf_files import require_same_adapter
 from trinity_sync.formats.shard_reader import open_shard, require_same_model
 from trinity_sync.integrations.import_hooks import replace_attributes
-from trinity_sync.integrations.trainer_saves import MEMORY, get_rng_state, set_rng_state
+from trinity_sync.integrations.trainer_saves import (
+    capture_files,
+    get_rng_state,
+    set_rng_state,
+    try_capture_files,
+)
 from trinity_sync.snapshot.stager import ATTACHMENTS
 
 with from_extra("hf"):
@@ -134,36 +138,38 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
     Raises:
         ConfigError: a subclass writes a folder, or a file that holds weights or the optimizer.
     """
-    with TemporaryDirectory(dir=MEMORY) as folder:
+
+    def write(folder: Path) -> None:
         with replace_attributes(Trainer, **_WRITERS):
             if list_overridden(trainer, "save_model", "_save"):
-                trainer.save_model(folder, _internal_call=True)
-            trainer._save_optimizer_and_scheduler(folder)
-        for path in Path(folder).iterdir():
+                trainer.save_model(str(folder), _internal_call=True)
+            trainer._save_optimizer_and_scheduler(str(folder))
+        for path in folder.iterdir():
             if path.is_dir() or path.name in _LARGE:
                 raise ConfigError(
                     f"step {trainer.state.global_step}: {type(trainer).__qualname__} writes "
                     f"{path.name}, which cannot be saved: its {', '.join(_WRITERS)} may call "
                     "Trainer's, and write small files beside; leave the callback out otherwise"
                 )
-        trainer._save_rng_state(folder)
-        trainer._save_scaler(folder)
+        trainer._save_rng_state(str(folder))
+        trainer._save_scaler(str(folder))
         if trainer.args.process_index == 0:
             callbacks = [*trainer.callback_handler.callbacks, trainer.control]
             exported = [each for each in callbacks if isinstance(each, ExportableState)]
             states: Any = TrainerState(stateful_callbacks=exported).stateful_callbacks
             trainer.state.stateful_callbacks.update(states)
-            trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
+            trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
             if is_adapted(trainer.model):
                 names = list_adapters(trainer.model)
                 for name in names[::-1]:
                     trainer.model.peft_config[name].save_pretrained(folder)
                     if len(names) > 1:
-                        config = Path(folder, ADAPTER_CONFIG_NAME).read_bytes()
+                        config = (folder / ADAPTER_CONFIG_NAME).read_bytes()
                         component = "extra_state" if name != names[0] else "model"
                         file = f"{component}.{name}.{ADAPTER_CONFIG_NAME}"
-                        Path(folder, file).write_bytes(config)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+                        (folder / file).write_bytes(config)
+
+    return capture_files(write)
 
 
 def collect_model_files(trainer: Any) -> dict[str, bytes]:
@@ -193,24 +199,16 @@ def collect_model_files(trainer: Any) -> dict[str, bytes]:
         if model._auto_class is not None:
             custom_object_save(model, folder, config=config)
 
-    writers: dict[str, Callable[[Path], object]] = {}
+    files: dict[str, bytes] = {}
     if isinstance(model, PreTrainedModel):
         if not is_adapted(model):
-            writers["the config of the model"] = write_config
+            files |= try_capture_files("the config of the model", write_config, f"{HUGGINGFACE}/")
         if model.can_generate() and model.generation_config:
-            writers["the generation config"] = model.generation_config.save_pretrained
+            save = model.generation_config.save_pretrained
+            files |= try_capture_files("the generation config", save, f"{HUGGINGFACE}/")
     if save := getattr(processing_class, "save_pretrained", None):
-        writers[f"the files of the {type(processing_class).__name__}"] = save
-    files: dict[str, bytes] = {}
-    for what, write in writers.items():
-        with TemporaryDirectory(dir=MEMORY) as folder:
-            try:
-                write(Path(folder))
-            except Exception as error:  # of transformers, or of a user's tokenizer
-                logger.warning("checkpoints are saved without %s: %s", what, error)
-                continue
-            for path in filter(Path.is_file, Path(folder).rglob("*")):
-                files[f"{HUGGINGFACE}/{path.relative_to(folder)}"] = path.read_bytes()
+        what = f"the files of the {type(processing_class).__name__}"
+        files |= try_capture_files(what, save, f"{HUGGINGFACE}/")
     return files
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,9 +35,16 @@ from trinity_sync.adapter import (
     open_on_all_ranks,
     run_on_all_ranks,
 )
-from trinity_sync.errors import CommitError, ConfigError, SaveTimeoutError, TrinitySyncError
+from trinity_sync.errors import (
+    CommitError,
+    ConfigError,
+    SaveTimeoutError,
+    TrinitySyncError,
+    warn_once,
+)
 from trinity_sync.integrations.dcp import DcpSaver
 from trinity_sync.saves.journal import PATIENCE_S
+from trinity_sync.snapshot.packed import read_folder
 from trinity_sync.snapshot.stager import ATTACHMENTS, estimate_nbytes, is_torch_optimizer
 from trinity_sync.storage.discovery import is_valid, require_whole
 from trinity_sync.storage.restore import load_shards
@@ -46,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where a library writes small files: neither a slow nor a full disk concerns a training."""
 WAIT_S = 20.0
 """Seconds for which ranks wait for commits between two collective calls, which have a timeout."""
@@ -344,6 +352,24 @@ class TrainerSaves:
         if self.world_size > 1:
             dist.all_gather_object(found, here)
         return found
+
+
+def capture_files(write: Callable[[Path], object], prefix: str = "") -> dict[str, bytes]:
+    """Return the small files that a function writes into a folder, by prefix and path."""
+    with TemporaryDirectory(dir=_MEMORY) as folder:
+        write(Path(folder))
+        return {f"{prefix}{path}": file for path, file in read_folder(Path(folder)).items()}
+
+
+def try_capture_files(
+    what: str, write: Callable[[Path], object], prefix: str = ""
+) -> dict[str, bytes]:
+    """Return files that a step can do without, all of them or none; log why they are left out."""
+    try:
+        return capture_files(write, prefix)
+    except Exception as error:  # of transformers, or of a user's tokenizer
+        warn_once(f"checkpoints are saved without {what}, which cannot be saved: {error}")
+        return {}
 
 
 def list_attachments(manifest: Manifest) -> dict[str, str]:

@@ -6,10 +6,9 @@ before a resume, in which veRL reads them from the step's folder.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from trinity_sync import CheckpointCoordinator, SaveHandle
@@ -26,10 +25,8 @@ from trinity_sync.adapter import (
 )
 from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import replace_file
-from trinity_sync.integrations.trainer_saves import MEMORY
 from trinity_sync.layout import is_step_folder, split_role_path
 from trinity_sync.settings import Settings
-from trinity_sync.snapshot.packed import read_folder
 from trinity_sync.snapshot.stager import ATTACHMENTS
 from trinity_sync.storage.discovery import list_unnamed_files, require_committed
 from trinity_sync.storage.restore import require_digests
@@ -116,13 +113,6 @@ class ManagerOfPaths:
         if own not in (None, root):
             return None  # another job, loaded as initial state: no run begins there
         return self._get_coordinator(root), step
-
-
-def collect_files(write: Callable[[Path], object]) -> dict[str, bytes]:
-    """Return the small files that a function writes into a folder, by path."""
-    with TemporaryDirectory(dir=MEMORY) as folder:
-        write(Path(folder))
-        return read_folder(Path(folder))
 
 
 class CommitsDriverFiles(ManagerOfPaths):

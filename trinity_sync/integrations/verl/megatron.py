@@ -31,10 +31,10 @@ from trinity_sync.adapter import MANIFEST, broadcast_from_rank_0, run_on_all_ran
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.import_hooks import replace_attributes
 from trinity_sync.integrations.megatron import DistCheckpointSaver, open_checked
+from trinity_sync.integrations.trainer_saves import capture_files
 from trinity_sync.integrations.verl.manager import (
     CommitsDriverFiles,
     ManagerOfPaths,
-    collect_files,
     split_step_path,
 )
 
@@ -236,7 +236,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
                 self._contents = self._build_checkpoint_manifest(str(folder), 0, True)
 
         try:
-            return collect_files(write)
+            return capture_files(write)
         except Exception as error:  # any error of the tokenizer
             raise ConfigError(
                 f"the configuration or the tokenizer of role {role} cannot be saved: {error!r}"

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -29,9 +29,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
 
 from trinity_sync.client.collective import run_on_all_ranks
-from trinity_sync.errors import CommitError, ConfigError, warn_once
+from trinity_sync.errors import CommitError, ConfigError
 from trinity_sync.fs.atomic import revalidate_folder
-from trinity_sync.integrations.verl.manager import collect_files
+from trinity_sync.integrations.trainer_saves import capture_files, try_capture_files
 from trinity_sync.layout import (
     FULL_CHECKPOINT_MARK,
     MANIFEST,
@@ -213,27 +213,27 @@ def make_metadata(model: Any, processing_class: Any) -> dict[str, bytes]:
         config = deepcopy(config)
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     try:
-        files = _collect_into("huggingface", config.save_pretrained)
+        files = capture_files(config.save_pretrained, "huggingface/")
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"the config of the model cannot be saved, and a Hugging Face model needs it: {error}. "
             "Correct config.json of the model before training"
         ) from error
     save_generation = partial(_save_generation_config, inner)
-    files |= _try_collect("huggingface", "generation_config.json", save_generation)
+    files |= try_capture_files("generation_config.json", save_generation, "huggingface/")
     if processing_class is not None:
         what = f"the files of the {type(processing_class).__name__}"
-        files |= _try_collect("huggingface", what, processing_class.save_pretrained)
+        files |= try_capture_files(what, processing_class.save_pretrained, "huggingface/")
     if hasattr(config, "auto_map"):
         base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         save_code = partial(custom_object_save, base, config=config)
-        files |= _try_collect("huggingface", "the source files of the model", save_code)
+        files |= try_capture_files("the source files of the model", save_code, "huggingface/")
     versions = {"FSDP_version": fsdp_version(model), "world_size": dist.get_world_size()}
     files["fsdp_config.json"] = json.dumps(versions, indent=4).encode()
     adapters = getattr(inner, "peft_config", None) or {}
     if adapter := adapters.get("default") or next(iter(adapters.values()), None):
-        save_adapter = adapter.save_pretrained
-        files |= _try_collect("lora_adapter", "the config of the adapter", save_adapter)
+        what = "the config of the adapter"
+        files |= try_capture_files(what, adapter.save_pretrained, "lora_adapter/")
     if (rank := int(getattr(adapter, "r", 0) or 0)) > 0:
         task = getattr(adapter, "task_type", None) or "CAUSAL_LM"
         lora = {
@@ -243,19 +243,6 @@ def make_metadata(model: Any, processing_class: Any) -> dict[str, bytes]:
         }
         files["lora_train_meta.json"] = json.dumps(lora, indent=4).encode()
     return files
-
-
-def _collect_into(folder: str, write: Callable[[Path], object]) -> dict[str, bytes]:
-    return {f"{folder}/{path}": content for path, content in collect_files(write).items()}
-
-
-def _try_collect(folder: str, what: str, write: Callable[[Path], object]) -> dict[str, bytes]:
-    """Return files that a step can do without, all of them or none; log why they are left out."""
-    try:
-        return _collect_into(folder, write)
-    except Exception as error:  # of transformers, or of a user's tokenizer
-        warn_once(f"checkpoints are saved without {what}, which cannot be saved: {error}")
-        return {}
 
 
 def _save_generation_config(inner: Any, folder: Path) -> None:
