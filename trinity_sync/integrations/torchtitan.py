@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.stateful import Stateful
 
 from trinity_sync import CheckpointCoordinator
 from trinity_sync.adapter import MANIFEST, refuse_url, split_role_path, step_folder
@@ -99,11 +98,7 @@ class TrinitySyncCheckpointManager(CheckpointManager):
             SpoolError, ImageError: as in `StepWriter.stage`, for the first save of this process.
         """
         _, step, _ = split_role_path(checkpoint_id)
-        state = {
-            name: value.state_dict() if isinstance(value, Stateful) else value
-            for name, value in state_dict.items()
-        }
-        self._saver.writer(step, keep=self._keep).stage(state)
+        self._saver.writer(step, keep=self._keep).stage(state_dict)
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool

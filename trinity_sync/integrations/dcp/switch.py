@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trinity_sync import CheckpointCoordinator
@@ -238,12 +237,7 @@ def _wrap_save(save: Call, state_dict: Any, *positional: Any, **options: Any) ->
     writer = None if positional else _make_writer(options)
     if writer is None:
         return save(state_dict, *positional, **options)
-    writer.stage(
-        {
-            name: value.state_dict() if isinstance(value, Stateful) else value
-            for name, value in state_dict.items()
-        }
-    )
+    writer.stage(state_dict)
     return save({}, storage_writer=writer, process_group=options.get("process_group"))
 
 

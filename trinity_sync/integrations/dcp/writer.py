@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -95,6 +96,7 @@ class DcpSaver:
         self, state: dict[str, Any], step: int, keep: int, files: Mapping[str, bytes] = {}
     ) -> SaveHandle:
         """Plan, copy and submit a save with small files of rank 0; see `StepWriter.stage`."""
+        state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
 
         def lay_out() -> DcpFolders:
             file = self._file.lay_out_again(state)
@@ -136,7 +138,7 @@ class StepWriter(NoStorage, AsyncStager):
         process then dies.
 
         Args:
-            state_dict: state of this rank.
+            state_dict: state of this rank; a `Stateful` value stands for its ``state_dict()``.
 
         Returns:
             An empty state, of which DCP has nothing to write.
