@@ -37,8 +37,6 @@ from trinity_sync.weights.sync_barrier import SyncSettings
 from trinity_sync.weights.synchronizer import Synchronizer
 from trinity_sync.weights.versions import Version
 
-__all__ = ["TrinitySyncCheckpointEngine"]
-
 ROLE = "rollout"
 """Role of the versions: full tensors with the rollout's names. The shards of ``actor`` differ."""
 ROOT = "TRINITY_SYNC_ROOT"

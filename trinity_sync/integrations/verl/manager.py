@@ -155,16 +155,10 @@ class CommitsDriverFiles(ManagerOfPaths):
         save = super().save_checkpoint  # type: ignore[misc] # of the engine's manager
         return save(local_path, global_step=global_step, **named)
 
-    def load_checkpoint(
-        self,
-        local_path: str | None,
-        hdfs_path: str | None = None,
-        del_local_after_load: bool = False,
-    ) -> None:
+    def load_checkpoint(self, local_path: str | None, *more: Any, **named: Any) -> None:
         """Load a step, and check the trainer's files that were committed with it.
 
-        The path may be the step's folder. Only files that were downloaded are removed after the
-        load.
+        The path may be the step's folder; other arguments are those of the engine's manager.
 
         Raises:
             ConfigError: as the engine's manager, or the SFT trainer has another number of ranks
@@ -174,17 +168,16 @@ class CommitsDriverFiles(ManagerOfPaths):
         if local_path is None:
             return
         load = super().load_checkpoint  # type: ignore[misc] # of the engine's manager
-        given = Path(local_path)
-        if not is_step_folder(given):
-            load(local_path, hdfs_path, del_local_after_load)
-            if self.rank == 0 and given.name == Settings().roles[0]:
-                _check_driver_files(given.parent, _read_manifest(given.parent))
+        path = Path(local_path)
+        if not is_step_folder(path):
+            load(local_path, *more, **named)
+            if self.rank == 0 and path.name == Settings().roles[0]:
+                _check_driver_files(path.parent, _read_manifest(path.parent))
             return
-        manifest = broadcast_from_rank_0(given, lambda: _read_step(given, self.world_size))
-        folder = _role_folder(given) if manifest else given
-        load(str(folder), hdfs_path, del_local_after_load)
+        manifest = broadcast_from_rank_0(path, lambda: _read_step(path, self.world_size))
+        load(str(_role_folder(path) if manifest else path), *more, **named)
         if manifest:
-            broadcast_from_rank_0(given, lambda: _check_driver_files(given, manifest))
+            broadcast_from_rank_0(path, lambda: _check_driver_files(path, manifest))
 
     def set_root(self, root: Path) -> None:
         """Set the job that is saved, before a step is loaded that may be another job's."""

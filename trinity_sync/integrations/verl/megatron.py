@@ -91,21 +91,8 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
     ) -> SaveHandle | None:
         """Submit a save of everything that ``save_contents`` names; return once it is staged.
 
-        Args:
-            local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
-            hdfs_path: not used.
-            global_step: training step, the N of the path.
-            max_ckpt_to_keep: number of checkpoints to keep once this one is committed; None, 0
-                and below keep all. The save's flow deletes older ones, after the commit.
-
-        Returns:
-            What was staged, and the seconds that it took; None if the step was submitted before.
-
-        Raises:
-            ConfigError: the path has another form, or another step or job than the manager's.
-            SpoolFullError: the first save does not fit into the spool. A later save that cannot be
-                submitted does not stop training: nothing is staged, and `wait_on_save_thread`
-                raises the error.
+        Arguments, result and errors are those of `FSDPCheckpointManager.save_checkpoint`, without
+        ``save_as_hf``; nothing is left to save of a step that was submitted before.
         """
         if local_path is None:
             return None
@@ -149,24 +136,13 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
         self._saved["checkpoint"] = global_step  # also if this rank failed: others have not
         return staged
 
-    def load_checkpoint(
-        self,
-        local_path: str | None,
-        hdfs_path: str | None = None,
-        del_local_after_load: bool = False,
-    ) -> None:
+    def load_checkpoint(self, local_path: str | None, *more: Any, **named: Any) -> None:
         """Load a committed step as veRL does, and resume from it; every rank calls it.
 
         The files are compared with their digests first. Megatron loads a step of another
         parallelism; its optimizer only if it was saved with ``dist_ckpt_optim_fully_reshardable``
         or without ``use_distributed_optimizer``. A checkpoint without a manifest is loaded by veRL.
-
-        Args:
-            local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
-                job is loaded as initial state; a manager without a coordinator resumes the job
-                that it loads from.
-            hdfs_path: not used.
-            del_local_after_load: as in veRL, for a checkpoint without a manifest.
+        Arguments are those of `FSDPCheckpointManager.load_checkpoint`.
 
         Raises:
             ConfigError: this run has saved already: load with the manager of a new run.
@@ -183,7 +159,7 @@ class MegatronCheckpointManager(ManagerOfPaths, VerlMegatronCheckpointManager):
                     run_on_all_ranks(folder, lambda: self._require_fit(opened))
                     super().load_checkpoint(str(opened), None, False)
             else:
-                super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+                super().load_checkpoint(local_path, *more, **named)
 
     def _require_fit(self, opened: Path) -> None:
         """Require that a step has the model's shapes: Megatron zeroes some before it compares."""

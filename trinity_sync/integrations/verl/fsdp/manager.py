@@ -175,12 +175,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         The first call before any save stages nothing, as in Trinity: explorers start from the same
         weights, so it only records which version those are.
 
-        Args:
-            local_path: ``<root>/global_step_<N>/<role>``; None does nothing.
-            global_step: training step, the N of the path, which is the version of the weights.
-
-        Returns:
-            What was staged; None if nothing was left to save.
+        Arguments and result are those of `save_checkpoint`; the step is the version of the weights.
         """
         if local_path is None:
             return None
@@ -216,7 +211,6 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         global_step: int,
         *,
         synchronizer: Any = None,
-        role: str = "actor",
         collect: Callable[[], dict[str, Any]] | None = None,
     ) -> Staged | None:
         """Publish the model's weights in shared memory; every rank calls it.
@@ -231,7 +225,6 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             synchronizer: the job's Synchronizer, a Ray actor; by default that of the job's root, if
                 this process is in a Ray cluster. Without it, readers of this node find the version
                 by its version tag in the spool.
-            role: role of the weights; the Synchronizer accepts its own role only.
             collect: returns the state to upload, by default `get_model_state`; not called if an
                 image of the step is staged already.
 
@@ -251,7 +244,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             )
         coordinator = self._coordinator
         collect = collect or self.get_model_state
-        published, staged = coordinator.upload(global_step, collect, role=role)
+        published, staged = coordinator.upload(global_step, collect)
         if not published:
             return None
         if self._publisher is None:
@@ -278,12 +271,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             self.previous_saved_paths.append(new_path)
         self.max_ckpt_to_keep = max_ckpt_to_keep
 
-    def load_checkpoint(
-        self,
-        local_path: str | None,
-        hdfs_path: str | None = None,
-        del_local_after_load: bool = False,
-    ) -> None:
+    def load_checkpoint(self, local_path: str | None, *more: Any, **named: Any) -> None:
         """Load this rank's part of a committed step, as veRL does, and resume from it.
 
         Files are read from the spool if this node still has them, otherwise from disk; the log says
@@ -294,8 +282,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             local_path: ``<root>/global_step_<N>/<role>``; None does nothing. A folder of another
                 job, or in veRL's layout elsewhere, is loaded as initial state; a manager without
                 a coordinator resumes the job that it loads from.
-            hdfs_path: not used, as in veRL.
-            del_local_after_load: remove downloaded files; local files are never removed.
+            more, named: as in veRL, for a checkpoint without a manifest.
 
         Raises:
             ConfigError: this run has saved already: load with the manager of a new run. Or
@@ -338,7 +325,7 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
             elif committed:
                 self._load_committed(folder, components)
             else:
-                super().load_checkpoint(str(local_path), hdfs_path, del_local_after_load)
+                super().load_checkpoint(str(local_path), *more, **named)
 
     def _load_committed(self, folder: Path, components: Sequence[str]) -> None:
         """Load this rank's own shards; all ranks raise the error of any rank."""
