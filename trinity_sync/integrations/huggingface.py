@@ -13,7 +13,6 @@ have the callback.
 import inspect
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -293,18 +292,11 @@ class TrinitySyncCallback(TrainerCallback):
                 *(self.root, found, _RESUME, output_dir),
             )
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: Mapping[str, Any] | None = None,
-        **parts: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Record what is logged at a saved step, such as ``eval_loss``, for retention policies."""
         step, logged = self._logged
         known = logged if step == state.global_step else {}
-        self._logged = (state.global_step, {**known, **(logs or {})})
+        self._logged = (state.global_step, {**known, **(parts.get("logs") or {})})
         if self._saves is not None:  # an evaluation may follow the save
             self._saves.record_metrics(*self._logged)
 
