@@ -58,18 +58,20 @@ class Members:
     trainer: Status = Status.STOPPED
     """As in Trinity, the trainer counts as stopped until it reports that it runs."""
     explorers: dict[str, Status] = field(default_factory=dict)
+    had_trainer: bool = False
+    """Whether a trainer has reported: one that has not counts as stopped, and may begin."""
+    actors: frozenset[str] = frozenset()
+    """Names of members, the trainer included, that are known Ray actors: a member is dead if no
+    actor has its name any longer."""
 
 
 class SyncBarrier:
     """Members of the weight sync: one trainer and any number of explorers; see the module."""
 
     def __init__(self, members: Members = Members()) -> None:
-        self.trainer = members.trainer
-        self.had_trainer = False  # whether one has reported: one that has not counts as stopped
+        self.trainer, self.had_trainer = members.trainer, members.had_trainer
         self.explorers = dict(members.explorers)
-        self.actors: set[str] = set()
-        """Names of members, the trainer included, that are known Ray actors: a member is dead if no
-        actor has its name any longer."""
+        self.actors = {*members.actors}
         self._rendezvous = Rendezvous()
 
     def set_trainer(self, status: Status) -> None:
@@ -155,7 +157,8 @@ class SyncBarrier:
         """Trainer and explorers, without waits, whose calls a restart repeats."""
         status = {Status.REQUIRE_SYNC: Status.RUNNING}
         explorers = {name: status.get(each, each) for name, each in self.explorers.items()}
-        return Members(status.get(self.trainer, self.trainer), explorers)
+        trainer, actors = status.get(self.trainer, self.trainer), frozenset(self.actors)
+        return Members(trainer, explorers, self.had_trainer, actors)
 
 
 @dataclass(frozen=True)

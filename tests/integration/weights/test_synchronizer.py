@@ -289,7 +289,10 @@ def test_a_dead_explorer_ends_the_rendezvous_and_counts_as_stopped(
     ray.kill(explorers["a"])
 
 
-def test_a_dead_trainer_releases_the_explorers_that_wait(synchronizer: Any, namespace: str) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_a_dead_trainer_releases_the_explorers_that_wait_also_if_the_synchronizer_died_with_it(
+    synchronizer: Any, namespace: str, together: bool
+) -> None:
     trainer = Member.options(name="trainer", namespace=namespace).remote()
     ask(trainer.what_was_seen.remote())
     ask(synchronizer.set_trainer_status.remote("running"))
@@ -297,6 +300,8 @@ def test_a_dead_trainer_releases_the_explorers_that_wait(synchronizer: Any, name
     waiting = synchronizer.wait_new_model_state_dict.remote(3, explorer="b")
     require(synchronizer, "a", "require_sync")
     require(synchronizer, "b", "require_sync")
+    if together:  # as with their node; Ray starts it again
+        ray.kill(synchronizer, no_restart=False)
     ray.kill(trainer)
     assert ask([ready, waiting]) == [None, 0]
     assert ask(synchronizer.trainer_requires_weight_sync.remote()) is None

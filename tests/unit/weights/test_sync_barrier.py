@@ -17,15 +17,8 @@ def test_statuses_are_trinitys_or_ours() -> None:
         Status.parse("asleep")
 
 
-moves = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.sampled_from([None, "a", "b", "c"])),
-        st.tuples(st.just("withdraw"), st.sampled_from([None, "a", "b", "c"])),
-        st.tuples(st.just("stop"), st.sampled_from([None, "a", "b", "c"])),
-        st.tuples(st.just("run"), st.sampled_from([None, "a", "b", "c"])),
-    ),
-    max_size=40,
-)
+MOVES, MEMBERS = ("arrive", "withdraw", "stop", "run"), (None, "a", "b", "c")
+moves = st.lists(st.tuples(st.sampled_from(MOVES), st.sampled_from(MEMBERS)), max_size=40)
 
 
 @given(moves)
@@ -70,6 +63,13 @@ def test_when_the_trainer_gives_up_no_explorer_goes_on_waiting() -> None:
     barrier.withdraw(trainer, None)
     assert first.over
     assert first.version is None
+
+
+def test_a_barrier_that_is_restored_knows_that_its_trainer_has_stopped() -> None:
+    barrier = SyncBarrier()
+    assert not SyncBarrier(barrier.members).had_trainer, "it has yet to begin"
+    barrier.set_trainer(Status.STOPPED)
+    assert SyncBarrier(barrier.members).had_trainer
 
 
 @pytest.mark.parametrize("alone", ["trainer", "explorer"])
