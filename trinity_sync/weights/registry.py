@@ -135,15 +135,21 @@ class AsyncVersionRegistry:
         caller that has its answer does not ask again, so a restart has to know what the answer
         depends on.
         """
-        if answer() is None:
+        found = answer()
+
+        def is_answered() -> bool:
+            nonlocal found
+            found = answer()
+            return found is not None
+
+        if found is None:
             async with self._changed:
-                wait = self._changed.wait_for(lambda: answer() is not None)
                 try:
-                    await asyncio.wait_for(wait, timeout_s)
+                    await asyncio.wait_for(self._changed.wait_for(is_answered), timeout_s)
                 except TimeoutError:
                     return None
-        await self.save()
-        return answer()
+        await self.save()  # during which the answer may change
+        return found
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Start a task of the running event loop."""

@@ -1,6 +1,9 @@
-"""The rules of the version registry: versions, superseded runs, readers."""
+"""The rules of the version registry: versions, superseded runs, readers, and waits for versions."""
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +11,9 @@ from hypothesis import strategies as st
 
 from trinity_sync.fs.records import decode_record, encode_record
 from trinity_sync.storage.runs import Run
+from trinity_sync.weights import registry as event_loop
+from trinity_sync.weights import state_files
+from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.state_files import SynchronizerState
 from trinity_sync.weights.versions import (
     HISTORY,
@@ -200,3 +206,50 @@ def test_a_version_counts_once_the_images_of_all_ranks_are_there() -> None:
     assert [image.image for image in complete.images] == ["5.0", "5.1"]
     registry.record(complete, 0.0)
     assert add(4, 0) is None, "its other image was dropped for a newer version"
+
+
+def test_a_wait_without_a_limit_has_an_answer_although_its_version_is_dropped_meanwhile(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> Version | None:
+        registry = AsyncVersionRegistry(str(root), "actor")
+        drop = asyncio.get_running_loop().call_soon_threadsafe
+        monkeypatch.setattr(event_loop, "write_state", lambda *_: drop(registry.reset))
+        await registry.record(published := Version(7, 1, "memory", str(root)))
+        registry.versions.record(published, 0.0)
+        return await registry.until(lambda: registry.versions.newest(), None)
+
+    assert asyncio.run(story()) == Version(7, 1, "memory", str(root))
+
+
+def test_waits_return_only_what_a_restart_would_know(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> list[int]:
+        loop = asyncio.get_running_loop()
+
+        async def others_go_first() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0)
+
+        def slowly(*state: Any) -> None:
+            asyncio.run_coroutine_threadsafe(others_go_first(), loop).result()
+            state_files.write_state(*state)
+
+        async def told() -> int:
+            assert await registry.until(registry.versions.newest, None)
+            return AsyncVersionRegistry(str(root), "actor").number
+
+        monkeypatch.setattr(event_loop, "write_state", slowly)
+        state_files.write_address(root, "synchronizer-x", "test")
+        registry = AsyncVersionRegistry(str(root), "actor")
+        waits = asyncio.create_task(told())
+        await asyncio.sleep(0)
+        record = asyncio.create_task(registry.record(Version(7, 1, "memory", str(root))))
+        while registry.versions.newest() is None:
+            await asyncio.sleep(0)
+        comes_late = asyncio.create_task(told())
+        await record
+        return await asyncio.gather(waits, comes_late)
+
+    assert asyncio.run(story()) == [7, 7]
