@@ -38,6 +38,7 @@ from trinity_sync.storage.manifest import FileRecord
 from trinity_sync.storage.restore import require_size
 from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.tensors.deserialize import Unread
+from trinity_sync.tensors.health import ValueScan
 from trinity_sync.tensors.in_place import NOT_LIVE, find_copies
 from trinity_sync.tensors.torch_private import acts_on_load
 from trinity_sync.tensors.unshard import (
@@ -55,8 +56,6 @@ from trinity_sync.weights.versions import ImageCopy, Version, VersionUnavailable
 logger = logging.getLogger(__name__)
 
 Target = nn.Module | Mapping[str, torch.Tensor] | Mapping[str, nn.Module]
-_Planned = tuple[tuple[FullTensor, ...], Mapping[str, Any]]
-"""The plan of a version, and `VersionView.others`."""
 FetchImages = Callable[[Sequence[int]], Sequence[ImageCopy]]
 """Returns the images of these ranks, which are on other nodes."""
 
@@ -207,8 +206,8 @@ class VersionOpener:
         self._node = node
         self._verify = verify
         self._slots: dict[str, SlotReader] = {}
-        self._planned: tuple[Sequence[str], _Planned] = ((), ((), {}))
-        """The layouts of the images that were read last, and their plan."""
+        self._planned: tuple[Sequence[str], tuple[FullTensor, ...], dict[str, Any]] = (), (), {}
+        """Layouts of the images that were read last, their plan, and `VersionView.others`."""
 
     @contextmanager
     def open_images(
@@ -227,8 +226,10 @@ class VersionOpener:
                 f"{_describe(version)} was given as a dict; get it by get_model_state_dict, or "
                 "have the trainer upload it"
             )
-        tags: dict[int, VersionTag] = {}
-        memories: dict[int, torch.Tensor] = {}
+        # a mapping keeps the memory of what a job that was in the root before has removed
+        here = {Path(ref.slot).parent for ref in refs}
+        self._slots = {name: s for name, s in self._slots.items() if s.path.parent in here}
+        images: dict[int, tuple[VersionTag, torch.Tensor]] = {}
         remote = [ref.rank for ref in refs if self._node not in (None, ref.node)]
         with ExitStack() as locks:
             for ref in refs:
@@ -241,12 +242,12 @@ class VersionOpener:
                         f"{_describe(version)}: the image in {ref.slot} was overwritten"
                     )
                 locks.callback(slot.unlock)
-                tags[ref.rank], memories[ref.rank] = tag, slot.memory[: ref.nbytes]
+                images[ref.rank] = tag, slot.memory[: ref.nbytes]
             if remote:
                 for rank, (tag, content) in zip(remote, fetch_images(remote), strict=True):
-                    tags[rank], memories[rank] = tag, view_read_only(memoryview(content))
+                    images[rank] = tag, view_read_only(memoryview(content))
             for rank, ref in enumerate(refs):
-                tag = tags[ref.rank]
+                tag, _ = images[ref.rank]
                 found = (tag.run, tag.step, tag.role, tag.rank, tag.world_size)
                 if found != (version.run, version.step, version.role, rank, len(refs)):
                     raise WeightSyncError(
@@ -254,12 +255,9 @@ class VersionOpener:
                         f"holds that of rank {tag.rank} of {tag.world_size} of {tag.role} at step "
                         f"{tag.step}; have all ranks of the trainer upload the version again"
                     )
-            images = [memories[rank] for rank in range(len(refs))]
-            require_finite(version, [each.numpy().data for each in images])
-            layouts = [tags[rank].layout for rank in range(len(refs))]
-            plan, others = self._plan(version, images, layouts)
-            plan = round_plan(plan, self._dtype, keep_float32)
-            yield VersionView(version, plan, images, others)
+            tags, memories = zip(*(images[ref.rank] for ref in refs), strict=True)
+            require_finite(version, [each.numpy().data for each in memories])
+            yield self._view(version, memories, keep_float32, [tag.layout for tag in tags])
 
     @contextmanager
     def open_checkpoint(
@@ -296,23 +294,24 @@ class VersionOpener:
                         f"{folder / record.path} is corrupted: its digest is not that of the "
                         "manifest; restore the file from a copy, or remove the step"
                     )
-            memories = [view_read_only(content) for content in mapped]
-            plan, others = self._plan(version, memories)
-            plan = round_plan(plan, self._dtype, keep_float32)
-            yield VersionView(version, plan, memories, others)
+            yield self._view(version, [*map(view_read_only, mapped)], keep_float32)
 
     def close(self) -> None:
         """Unmap the slots, each with the last view of it."""
         self._slots.clear()
 
-    def _plan(
-        self, version: Version, memories: Sequence[torch.Tensor], layouts: Sequence[str] = ()
-    ) -> _Planned:
-        """Return the plan of images and `VersionView.others`; cached for the last ``layouts``."""
+    def _view(
+        self,
+        version: Version,
+        images: Sequence[torch.Tensor],
+        keep_float32: Collection[str],
+        layouts: Sequence[str] = (),
+    ) -> VersionView:
+        """Return the view of images, whose plan is kept for others of the same ``layouts``."""
         if not layouts or layouts != self._planned[0]:
             others: dict[str, Any] = {}
             try:
-                plan = plan_unshard([each.numpy().data for each in memories], others=others)
+                plan = plan_unshard([each.numpy().data for each in images], others=others)
             except ImageError as error:
                 raise ImageError(f"{_describe(version)}: {error}") from error
             skipped = [n for n, value in others.items() if isinstance(value, Unread | torch.Tensor)]
@@ -320,16 +319,15 @@ class VersionOpener:
                 logger.warning(
                     "%s has tensors that readers skip: %s", _describe(version), ", ".join(skipped)
                 )
-            self._planned = layouts, (plan, others)
-        return self._planned[1]
+            self._planned = layouts, plan, others
+        _, plan, others = self._planned
+        return VersionView(version, round_plan(plan, self._dtype, keep_float32), images, others)
 
 
 def require_finite(version: Version, images: Sequence[memoryview]) -> None:
     """Require that images have no values that the job refuses to save."""
     if read_job_settings(version.root).on_nonfinite != "refuse":
         return
-    from trinity_sync.tensors.health import ValueScan  # imports NumPy
-
     for image in images:
         scan = ValueScan(image)
         list(scan.walk(image))
@@ -358,7 +356,6 @@ class SlotReader:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The slot's bytes, ``uint8`` and read-only; those of a version under the lock only."""
         self._mapped: os.stat_result | None = None
-        """The file that is mapped."""
         self._readings: list[LockFile] = []
         """The file and the lock of each read in progress; reads may nest."""
 

@@ -20,9 +20,9 @@ from tests.support.weights import upload
 from tests.unit.conftest import Open
 from trinity_sync.errors import SpoolError
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import JobSpool, get_job_spool
+from trinity_sync.snapshot.spool import JobSpool, get_job_spool, open_job_spool
 from trinity_sync.snapshot.ticket import hold_image, lock_slot, read_version_tag
-from trinity_sync.weights.version_view import SlotReader
+from trinity_sync.weights.version_view import SlotReader, VersionOpener
 from trinity_sync.weights.versions import Version
 
 
@@ -62,16 +62,6 @@ def test_uploads_alternate_between_two_slots_and_the_newest_stays_readable(job: 
         assert steps_published(job) == [step - 1, step][-min(step, 2) :]
         mapped(newest).unlock()
     assert len(slots(job)) == 2
-
-
-def test_a_reader_keeps_its_version_while_training_goes_on(job: Job) -> None:
-    first = mapped(upload(job, 1, weights(1)))
-    before = first.memory.clone()
-    for step in range(2, 7):
-        assert upload(job, step, weights(step))
-    assert torch.equal(first.memory, before)
-    assert len(slots(job)) == 2  # the others took turns in one
-    first.unlock()
 
 
 def test_a_reading_within_a_reading_does_not_give_the_slot_away(job: Job) -> None:
@@ -150,11 +140,17 @@ def test_a_process_that_ends_late_leaves_the_slots_to_the_one_that_was_started(j
     assert slots(job) == []
 
 
-def test_a_sleeping_reader_delays_no_save(job: Job) -> None:
+def test_a_sleeping_reader_keeps_its_version_and_delays_neither_saves_nor_uploads(
+    job: Job,
+) -> None:
     asleep = mapped(upload(job, 1, weights(1)))
+    before = asleep.memory.clone()
     for step in range(1, 6):
         assert job.stage(step, state(step)).waited_s < 0.1
         assert torch.equal(committed(job, step), weights(step)["w"])
+        assert upload(job, step + 10, weights(step))
+    assert torch.equal(asleep.memory, before)
+    assert len(slots(job)) == 2  # the others took turns in one
     assert asleep.try_lock(read_version_tag(asleep.path).image)  # type: ignore[union-attr]
 
 
@@ -232,6 +228,29 @@ def test_slots_of_a_removed_spool_take_no_memory_once_they_are_used_again(job: J
     job.stage(2, state(2))
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert [line for line in maps if str(job.spool.folder) in line and "(deleted)" in line] == []
+
+
+def test_a_trainer_that_is_started_again_has_the_memory_of_slots_that_a_reader_has_mapped(
+    job: Job, small_disk: Path
+) -> None:
+    job.spool = open_job_spool(small_disk / "spool", job.root)  # of 4 MiB, as two slots
+    opener, large = VersionOpener("reader"), {"w": torch.ones(300_000)}
+    for step in (1, 2):
+        with opener.open_images(upload(job, step, large), lambda _: ()):
+            pass
+    job.stagers.pop(0).close()
+    job.stage(3, {"model": large}, run=2)
+
+
+def test_a_reader_keeps_nothing_of_the_training_that_was_in_the_root_before(
+    job: Job, tmp_path: Path
+) -> None:
+    opener, again = VersionOpener("reader"), Job.open(tmp_path / "again", job.spool.folder.parent)
+    for begun in (job, again):
+        with opener.open_images(upload(begun, 1, weights(1)), lambda _: ()):
+            maps = Path("/proc/self/maps").read_text().splitlines()
+    assert [line for line in maps if str(job.spool.folder) in line and " r--s " in line] == []
+    again.close()
 
 
 def test_an_upload_whose_slot_was_removed_is_staged_again(job: Job) -> None:
