@@ -6,11 +6,12 @@ from pathlib import Path
 
 from trinity_sync.client.attachments import Attachments
 from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.function_runner import FunctionRunner
 from trinity_sync.client.preemption import Preemption
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.client.save_submitter import SaveSubmitter
 from trinity_sync.client.saver_control import SaveTrigger
-from trinity_sync.client.state_saver import FunctionRunner, StateSaver, UploadCheck
+from trinity_sync.client.state_saver import StateSaver, UploadCheck
 from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.layout import WriteConcurrency
 from trinity_sync.settings import Settings

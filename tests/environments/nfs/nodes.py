@@ -24,8 +24,8 @@ from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.steps import MODEL, commit_files
 from trinity_sync.client import init_root
+from trinity_sync.client.function_runner import FunctionRunner
 from trinity_sync.client.init_root import require_capabilities
-from trinity_sync.client.state_saver import FunctionRunner
 from trinity_sync.errors import CommitError, ConfigError, RootError, SupersededError
 from trinity_sync.fs.locks import acquire_commit_lock, acquire_file_lock
 from trinity_sync.integrations.verl.fsdp.state_dict import check_loadable

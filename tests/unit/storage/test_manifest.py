@@ -21,7 +21,8 @@ from tests.support.dying import in_a_process
 from tests.support.job import Job, held
 from tests.support.meanwhile import when_opened
 from tests.support.waiting import until
-from trinity_sync.client.state_saver import FunctionRunner, StateSaver
+from trinity_sync.client.function_runner import FunctionRunner
+from trinity_sync.client.state_saver import StateSaver
 from trinity_sync.errors import ManifestError, RemovedStepError, SaveError
 from trinity_sync.fs.process import read_process_identity
 from trinity_sync.layout import step_folder
