@@ -465,7 +465,8 @@ class CheckpointCoordinator(Collaborators):
     ) -> None:
         """Touch the memory of the first save beside the training: it is then as fast as later ones.
 
-        It returns at once. A run that has resumed does so by itself, with the sizes of its step::
+        It returns at once, and logs the bytes that all slots of this node's ranks need. A run that
+        has resumed does so by itself, with the sizes of its step::
 
             saves.prewarm({"model": model, "optim": optimizer})
 
@@ -481,19 +482,8 @@ class CheckpointCoordinator(Collaborators):
         check_components("prewarm", sizes, COMPONENTS)
         self.wait_staged()
         images = [(role, name, self.rank, estimate_nbytes(size)) for name, size in sizes.items()]
-        self.require_room(sum(nbytes for *_, nbytes in images))
+        self._stager.require_room(sum(nbytes for *_, nbytes in images))
         self._stager.memory.map_slots(lambda: images)
-
-    def require_room(self, nbytes: int) -> None:
-        """Check that images of this node's ranks fit, and log the bytes that all slots need.
-
-        Args:
-            nbytes: bytes of one image of each component of a rank, in total.
-
-        Raises:
-            SpoolFullError: one slot each does not fit; the message says how many bytes are needed.
-        """
-        self._stager.require_room(nbytes)
 
     # ------------------------------------------------------------ saving
 
