@@ -15,7 +15,7 @@ from trinity_sync.client.saver_control import SERVED, name_saver
 from trinity_sync.fs.atomic import TEMPORARY_SUFFIX
 from trinity_sync.pipeline.save import SaverDriver
 from trinity_sync.saver import Saver
-from trinity_sync.saves.journal import Journal, read_entry
+from trinity_sync.saves.journal import read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import StackSettings
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps
@@ -62,10 +62,7 @@ def test_a_saver_that_is_killed_at_any_instant_of_a_commit_is_replaced_without_l
             assert found.step in (step - 1, step)
         in_a_process(lambda: live(spool), notes)
         require_newest(job, step)
-        request = job.request(step)
-        journal = Journal.of(request)
-        journal.read()
-        told = journal.find(request.key)
+        told = read_entry(job.request(step))
         assert told, f"killed at instant {instant}, step {step} is not told"
         assert told.state == "completed"
         left = {each.step for each in iter_committed_steps(job.root)}
@@ -92,9 +89,7 @@ def test_a_save_that_fails_is_told_at_whatever_instant_its_saver_is_killed(
         (job.spool.folder / SERVED).write_text(f"0 {name_saver()}")
         reached = in_a_process(lambda: live(spool), notes, die_before=step)
         in_a_process(lambda: live(spool), notes)
-        journal = Journal.of(job.request(step))
-        journal.read()
-        told = journal.find(job.request(step).key)
+        told = read_entry(job.request(step))
         assert told, f"killed at instant {step}, nothing is told"
         assert "rank 1 was not submitted" in told.message, f"killed at instant {step}"
         assert not [*job.spool.folder.glob(f"*{saver_module.BEGUN}")]

@@ -291,38 +291,29 @@ def test_a_save_of_an_unchanged_structure_calls_little_and_asks_nothing_of_the_r
     saves.wait_all(250)
 
 
-def test_a_save_into_a_root_that_was_restored_under_its_trainer_fails_at_once(
-    coordinator: Make, job: Job, tmp_path: Path
+@pytest.mark.parametrize("backed_up", [0, 1], ids=["before the run", "after a step of it"])
+def test_a_root_that_was_restored_under_its_trainer_gets_none_of_its_steps(
+    coordinator: Make, job: Job, tmp_path: Path, backed_up: int
 ) -> None:
-    shutil.copytree(job.root, tmp_path / "backup")  # of before the run
-    saves = coordinator(job={"rank_timeout_s": 3600.0})
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
-    job.root.rename(tmp_path / "lost")  # at once, since its saver may still tidy up
-    shutil.copytree(tmp_path / "backup", job.root)
-    saves.save(2, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(SaveFailedError, match=r"restored from a backup.* start it again"):
-        saves.wait_all(250)
-
-
-def test_a_step_of_the_time_after_a_backup_is_not_committed_into_what_was_restored_from_it(
-    coordinator: Make, job: Job, tmp_path: Path
-) -> None:
-    saves = coordinator()
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
-    shutil.copytree(job.root, tmp_path / "backup")  # of a step of this very run
-    saves.save(2, {"model": {"w": torch.ones(3)}}).wait(250)
-    until(lambda: job.spool.read_commit(job.key_of(1)) == 2, "the end of the commit")
+    saves = coordinator(job={"rank_timeout_s": 3600.0})  # for which nothing waits
+    for step in range(backed_up + 2):
+        if step:
+            saves.save(step, {"model": {"w": torch.ones(3)}}).wait(250)
+        if step == backed_up:
+            shutil.copytree(job.root, tmp_path / "backup")
+    until(lambda: job.spool.read_commit(job.key_of(1)) == step, "the end of the commit")
     job.root.rename(tmp_path / "lost")
     shutil.copytree(tmp_path / "backup", job.root)
-    saves.save(3, {"model": {"w": torch.ones(3)}})
+    saves.save(step + 1, {"model": {"w": torch.ones(3)}})
     with pytest.raises(SaveFailedError, match=r"restored from a backup.* start it again"):
         saves.wait_all(250)
     saves.close()
     again = coordinator(run_key="again")
-    assert again.latest_step() == 1
-    again.load(1)
-    again.save(2, {"model": {"w": torch.zeros(3)}}).wait(250)
-    assert load_states(job.root, 2, "actor")["model"]["w"].tolist() == [0, 0, 0]
+    assert (again.latest_step() or 0) == backed_up
+    if backed_up:
+        again.load(backed_up)
+    again.save(step, {"model": {"w": torch.zeros(3)}}).wait(250)
+    assert load_states(job.root, step, "actor")["model"]["w"].tolist() == [0, 0, 0]
 
 
 def test_steps_that_are_removed_by_hand_do_not_make_a_root_an_older_one(
@@ -390,42 +381,32 @@ def test_a_start_waits_for_save_functions_of_a_trainer_that_has_ended(
     assert coordinator().latest_step() == 3
 
 
-def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
-    saves: Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/nowhere/python")
-        with pytest.raises(SaveError, match="the saver cannot be started"):
-            saves.save(1, {"model": {"w": torch.ones(3)}})
-        for embedded in ("", None):
-            patch.setattr(sys, "executable", embedded)
-            with pytest.raises(SaveError, match=r"sys\.executable names no Python"):
-                saves.save(1, {"model": {"w": torch.ones(3)}})
-        patch.setattr(sys, "executable", "/bin/false")
-        saves.save(2, {"model": {"w": torch.ones(3)}})
-        with pytest.raises(SaveFailedError, match=rf"exit code 1: .* Its log is .*{LOG}"):
-            saves.wait_all(250)
-    saves.save(2, {"model": {"w": torch.ones(3)}}).wait(250)
-
-
-@pytest.fixture
-def no_child_status() -> Iterator[None]:
-    """The kernel reaps all children of this process."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    yield
+@pytest.fixture(params=["1", "unknown"])
+def exit_code(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What a trainer learns of a child; nothing if the kernel reaps all of its children."""
+    handler = signal.SIG_IGN if request.param == "unknown" else signal.SIG_DFL
+    before = signal.signal(signal.SIGCHLD, handler)
+    yield request.param
     signal.signal(signal.SIGCHLD, before)
 
 
-@pytest.mark.usefixtures("no_child_status")
-def test_a_saver_that_cannot_be_started_fails_the_save_of_a_process_that_ignores_its_children(
-    saves: Saves, monkeypatch: pytest.MonkeyPatch
+def test_a_saver_that_cannot_be_started_fails_the_save_by_name(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch, exit_code: str
 ) -> None:
     with monkeypatch.context() as patch:
+        for python, why in (
+            ("/nowhere/python", "the saver cannot be started"),
+            ("", r"sys\.executable names no Python"),  # embedded
+            (None, r"sys\.executable names no Python"),
+        ):
+            patch.setattr(sys, "executable", python)
+            with pytest.raises(SaveError, match=why):
+                saves.save(1, {"model": {"w": torch.ones(3)}})
         patch.setattr(sys, "executable", "/bin/false")
-        saves.save(1, {"model": {"w": torch.ones(3)}})
-        with pytest.raises(SaveFailedError, match=rf"exit code unknown: .* Its log is .*{LOG}"):
+        saves.save(2, {"model": {"w": torch.ones(3)}})
+        with pytest.raises(SaveFailedError, match=rf"code {exit_code}: .* Its log is .*{LOG}"):
             saves.wait_all(250)
-    saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
+    saves.save(2, {"model": {"w": torch.ones(3)}}).wait(250)
 
 
 def test_settings_that_no_saver_can_start_with_fail_the_save_with_their_reason(

@@ -174,24 +174,21 @@ def leave_to_saver(job: Job, step: int) -> None:
     await_that(lambda: read_latest_pointer(job.root, "checkpoint") == step, "its commit")
 
 
-def test_what_the_stack_leaves_to_the_saver_is_committed_although_its_trainer_hangs(
-    job: Job, trainer: SaverControl
+@pytest.mark.parametrize("commits", [True, False], ids=["commits", "commits nothing"])
+def test_what_the_stack_leaves_to_its_saver_ends_although_its_trainer_hangs(
+    job: Job, trainer: SaverControl, commits: bool
 ) -> None:
     assert read_latest_pointer(job.root, "checkpoint") is None
-    leave_to_saver(job, 1)
-    assert is_by_saver(job.root, 1)
+    if commits:
+        leave_to_saver(job, 1)
+        assert is_by_saver(job.root, 1)
+    else:
+        trainer.serve(job.spool.folder.name, math.inf)
+        append(job.request(1), "left", "Ray is gone", start=1)
+        await_that(lambda: all(each.failed for each in job.spool.tickets()[0]), "its mark")
     entry = read_entry(job.request(1))
-    assert (entry.message, entry.takes_over) == ("Ray is gone", True)
-
-
-def test_what_the_stack_leaves_to_a_saver_that_commits_nothing_has_failed(
-    job: Job, trainer: SaverControl
-) -> None:
-    trainer.serve(job.spool.folder.name, math.inf)
-    append(job.request(1), "left", "Ray is gone", start=1)
-    await_that(lambda: all(each.failed for each in job.spool.tickets()[0]), "its image is marked")
-    entry = read_entry(job.request(1))
-    assert (entry.message, entry.has_failed) == ("Ray is gone", True)
+    told = entry.message, entry.takes_over, entry.has_failed
+    assert told == ("Ray is gone", True, not commits)
 
 
 @pytest.mark.parametrize("ends", ["the node", "the last trainer", "the worker", "its answers"])
@@ -249,30 +246,6 @@ def test_a_look_for_a_worker_needs_no_room_in_shared_memory(tmp_path: Path) -> N
             os.utime(tmp_path / ".runs.lock", (time.time() + jump_s,) * 2)
             assert check_worker(tmp_path) is False
     assert check_worker(tmp_path) is None
-
-
-def test_a_run_that_is_taken_and_not_begun_is_overtaken(
-    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested = []
-
-    def answer(request: BaseHTTPRequestHandler, body: str) -> tuple[int, str]:
-        if request.path.endswith("/create_flow_run"):
-            requested.append(json.loads(body)["idempotency_key"])
-            return 201, json.dumps({"id": str(RUN)})
-        if request.path.endswith("/filter"):
-            state = {"type": "SCHEDULED", "timestamp": "2026-01-01T00:00:00Z"}
-            run = {"id": str(RUN), "state": state}
-            return 200, json.dumps([{**run, "idempotency_key": key} for key in requested])
-        return 200, json.dumps({"id": str(RUN)})
-
-    with serving(answer) as url:
-        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
-        hasty = settings.model_copy(update={"saver_after_s": 1.0})
-        with CheckpointCoordinator(job.root, settings=hasty) as saves:
-            saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
-    assert len(set(requested)) == 1
-    assert is_by_saver(job.root, 1)
 
 
 def test_the_flow_run_of_a_save_that_the_saver_has_committed_is_requested_nevertheless(

@@ -16,7 +16,7 @@ from trinity_sync.client.commit_watcher import MANY, CommitWatcher
 from trinity_sync.client.saver_control import SaveTrigger
 from trinity_sync.errors import SaveTimeoutError
 from trinity_sync.saves import journal as journals
-from trinity_sync.saves.journal import KEEP_S, Entry, Journal, SaveState, append
+from trinity_sync.saves.journal import KEEP_S, Entry, Journal, SaveState, append, read_entry
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.settings import Settings
 
@@ -42,12 +42,6 @@ def images_of(job: Job, rank: int) -> list[str]:
 
 def tell(request: SaveRequest, state: SaveState, message: str = "", *, start: int = 1) -> None:
     append(request, state, message, url="http://its/page", start=start)
-
-
-def read(request: SaveRequest) -> Entry | None:
-    journal = Journal.of(request)
-    journal.read()
-    return journal.find(request.key)
 
 
 @contextmanager
@@ -117,7 +111,7 @@ def test_files_of_earlier_runs_are_removed_once_they_are_old(job: Job) -> None:
     tell(request_of(job, run=11), "failed")
     left = sorted(path.name.partition("-")[0] for path in folder.iterdir())
     assert left == ["other.jsonl", "run11", "run12", "run2", "run4", "run5"]
-    assert read(request_of(job, run=11)).state == "failed"
+    assert read_entry(request_of(job, run=11)).state == "failed"
 
 
 def test_a_file_that_was_removed_is_begun_again(job: Job) -> None:
@@ -125,8 +119,8 @@ def test_a_file_that_was_removed_is_begun_again(job: Job) -> None:
     tell(one, "begun")
     path_of(job, 1).unlink()
     tell(two, "begun")
-    assert read(one) is None
-    assert read(two)
+    assert read_entry(one) is None
+    assert read_entry(two)
 
 
 def test_a_root_that_was_removed_is_not_created_again(tmp_path: Path) -> None:
@@ -166,7 +160,7 @@ def test_of_a_run_that_is_retried_the_last_start_counts_whatever_the_clocks_say(
     for state, start, known in told:
         tell(request, state, start=start)
         journal.read()
-        assert (journal.find(request.key).state, read(request).state) == (known, known)
+        assert (journal.find(request.key).state, read_entry(request).state) == (known, known)
 
 
 def test_of_a_save_that_was_taken_over_what_its_earlier_owner_tells_counts_no_longer(
@@ -174,7 +168,7 @@ def test_of_a_save_that_was_taken_over_what_its_earlier_owner_tells_counts_no_lo
 ) -> None:
     request, journal = request_of(job), Journal.of(request_of(job))
     tell(request, "left", "the stack does not see it")
-    left = read(request)
+    left = read_entry(request)
     told: list[tuple[SaveState, Entry | None, SaveState]] = [
         ("begun", left, "begun"),
         ("failed", None, "begun"),
@@ -219,8 +213,8 @@ def test_a_forked_child_has_a_file_of_its_own(job: Job) -> None:
     tell(request_of(job, 1), "begun")
     assert end_of(lambda: tell(request_of(job, 2), "begun")) == 0
     assert len([*job.root.glob(".trinity_sync/journal/*.jsonl")]) == 2
-    assert read(request_of(job, 1))
-    assert read(request_of(job, 2))
+    assert read_entry(request_of(job, 1))
+    assert read_entry(request_of(job, 2))
 
 
 def test_a_disk_that_is_full_for_a_while_hides_no_end(
@@ -238,4 +232,4 @@ def test_a_disk_that_is_full_for_a_while_hides_no_end(
     writing.join(0.1)
     path.rmdir()
     writing.join()
-    assert read(request).state == "failed"
+    assert read_entry(request).state == "failed"
