@@ -246,28 +246,6 @@ def test_a_folder_is_committed_as_it_was_when_save_returned(
     assert saves.attachment(4, "a.bin") == b"small"
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "reason"),
-    [
-        ("it", os.mkfifo, "cannot be saved: it is neither a file nor a folder"),
-        ("it", lambda path: path.symlink_to("nowhere"), "cannot be saved: it is neither"),
-        ("it", lambda path: path.symlink_to(".."), "cannot be saved: it is a link to a folder"),
-        ("it", lambda path: path.symlink_to(path), "cannot be saved: it is neither"),
-        ("a" * 201, Path.touch, "at most 200 bytes"),
-    ],
-    ids=["FIFO", "broken link", "loop", "link to itself", "long name"],
-)
-def test_what_no_step_can_have_of_a_folder_is_refused_by_its_name(
-    saves: Saves, tmp_path: Path, name: str, make: Callable[[Path], object], reason: str
-) -> None:
-    (tmp_path / "queue" / "below").mkdir(parents=True)
-    make(tmp_path / "queue" / "below" / name)
-    with pytest.raises(ConfigError, match=f"below/{name}.* {reason}"):
-        saves.attach_folder("queue", tmp_path / "queue", step=4)
-    with pytest.raises(ConfigError, match="is no folder"):
-        saves.attach_folder("queue", tmp_path / "none", step=4)
-
-
 def test_a_folder_without_files_is_attached_like_any_other_and_restored_as_one(
     coordinator_of: Open, job: Job, tmp_path: Path
 ) -> None:
@@ -318,39 +296,55 @@ def bind(path: Path) -> None:
         server.bind(str(path))
 
 
+OWN_NAME, NOT_SAVED = "a name that trinity_sync uses itself", "cannot be saved: it is "
+
+
 @pytest.mark.parametrize(
-    ("name", "make"),
+    ("name", "make", "why"),
     [
-        (f".x.{'ab' * 16}.tmp", Path.touch),
-        (f".nfs{'0' * 24}", Path.touch),
-        ("a" * 201, Path.touch),
-        ("socket", bind),
-        ("link", lambda path: path.symlink_to("nowhere")),
-        ("", lambda path: path.rename(path.with_name("moved"))),
+        (f".x.{'ab' * 16}.tmp", Path.touch, OWN_NAME),
+        (f".nfs{'0' * 24}", Path.touch, OWN_NAME),
+        ("a" * 201, Path.touch, "at most 200 bytes"),
+        ("pipe", os.mkfifo, NOT_SAVED + "neither a file nor a folder"),
+        ("socket", bind, NOT_SAVED + "neither"),
+        ("link", lambda path: path.symlink_to("nowhere"), NOT_SAVED + "neither"),
+        ("loop", lambda path: path.symlink_to(".."), NOT_SAVED + "a link to a folder"),
+        ("itself", lambda path: path.symlink_to(path.name), NOT_SAVED + "neither"),
+        ("", lambda path: path.parent.rename("moved"), "it is no folder"),
     ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 9 else "",
 )
-def test_a_live_folder_that_cannot_be_attached_fails_its_step_until_it_can(
+def test_a_folder_that_cannot_be_attached_is_refused_and_after_the_first_save_fails_its_step(
     coordinator_of: Open,
     job: Job,
     tmp_path: Path,
     name: str,
     make: Callable[[Path], object],
+    why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     queue, saves = Path("queue"), coordinator_of()
-    queue.mkdir()
+    (queue / "below").mkdir(parents=True)
     (queue / "items").write_bytes(b"items")
+
+    def repair() -> None:
+        (queue / "below" / name).unlink() if name else Path("moved").rename(queue)
+
+    make(queue / "below" / name)
+    with pytest.raises(ConfigError, match=f"{name}.* {why}"):
+        saves.attach_folder("queue", queue, step=4)
+    repair()
     saves.save(3, MODEL)
     job.commit(3, "model")
-    make(queue / name)
+    make(queue / "below" / name)
     saves.attach_folder("queue", queue, step=4)
     failure = saves.save(4, MODEL).failure
-    assert name in failure
+    assert re.search(f"{name}.* {why}", failure)
     with pytest.raises(SaveError, match=re.escape(failure)):
         saves.wait_all(250)
-    (queue / name).unlink() if name else Path("moved").rename(queue)
+    repair()
     saves.attach_folder("queue", queue, step=4)
     saves.save(4, MODEL)
-    job.commit(4, "model", "attachments")
+    commit(job, 4)
     assert (step_folder(job.root, 4) / "attachments/queue/items").read_bytes() == b"items"
