@@ -9,9 +9,8 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,14 @@ from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.save_functions import FunctionStatus, write_status
 
 CARE_S = 0.4
+
+
+def hear(job: Job, request: SaveRequest, *, rank: int = 0, **what: Any) -> list[str]:
+    """The failures that a rank hears of a save that has ended."""
+    trigger = Noted(Settings(spool=job.spool.folder.parent))
+    with closing(CommitWatcher(trigger, job.spool, rank=rank)) as watcher:
+        watcher.follow(request, **what)
+        return watcher.wait(time.monotonic() + 30)
 
 
 @pytest.fixture
@@ -261,10 +268,7 @@ def test_a_commit_that_the_latest_pointers_do_not_name_is_not_called_a_lost_one(
     job.commit_states(4, {"model": {"w": torch.ones(3)}})
     (job.root / ITERATION_FILES["checkpoint"]).write_text("3")
     append(request := job.request(4, components=("model",)), "failed", "disk full", start=1)
-    watcher = CommitWatcher(Noted(Settings(spool=job.spool.folder.parent)), job.spool)
-    watcher.follow(request)
-    (failure,) = watcher.wait(time.monotonic() + 30)
-    watcher.close()
+    (failure,) = hear(job, request)
     assert "was not named by the latest pointers, but is committed: disk full" in failure
 
 
@@ -355,22 +359,10 @@ def test_images_of_a_committed_save_are_compared_with_it_as_its_export_fails(job
         job.stage(4, {"model": {"w": torch.full((3,), value)}}, rank=rank)
     request = job.request(4, components=("model",))
     append(request, "failed", "no config", start=1)
-    watcher = CommitWatcher(Noted(Settings(spool=job.spool.folder.parent)), job.spool)
-    watcher.follow(request, exports="actor")
-    (failure,) = watcher.wait(time.monotonic() + 30)
-    watcher.close()
+    (failure,) = hear(job, request, exports="actor")
     assert "was not exported, but is committed: no config" in failure
     ((other,), _) = job.spool.tickets()
     assert "was committed in" in failure_path(other.slot).read_text()
-
-
-@contextmanager
-def completed(job: Job, request: SaveRequest, rank: int = 0) -> Iterator[CommitWatcher]:
-    """A rank's watcher of a save that has completed."""
-    append(request, "completed")
-    trigger = Noted(Settings(spool=job.spool.folder.parent))
-    with closing(CommitWatcher(trigger, job.spool, rank=rank)) as watcher:
-        yield watcher
 
 
 @pytest.mark.parametrize("what", ["images", "functions"])
@@ -388,10 +380,8 @@ def test_what_is_submitted_again_after_its_step_was_removed_is_not_taken_for_com
         told = "it completed without that step being committed"
     images = [each.ticket.image for each in job.spool.tickets()[0]]
     components = ("model",) if what == "images" else ()
-    request = job.request(4, components=components)
-    with completed(job, request) as watcher:
-        watcher.follow(request, images=images)
-        (failure,) = watcher.wait(time.monotonic() + 30)
+    append(request := job.request(4, components=components), "completed")
+    (failure,) = hear(job, request, images=images)
     assert told in failure
 
 
@@ -411,10 +401,8 @@ def test_a_save_that_was_committed_and_is_gone_has_not_failed(job: Job, how: str
     else:
         rewind(job.root, 4)
         gone = 5
-    request = job.request(gone, components=("model",))
-    with completed(job, request) as watcher:
-        watcher.follow(request, images=["one that was committed"])
-        assert watcher.wait(time.monotonic() + 30) == []
+    append(request := job.request(gone, components=("model",)), "completed")
+    assert hear(job, request, images=["one that was committed"]) == []
 
 
 def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_step(
@@ -423,10 +411,8 @@ def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_s
     job.commit_states(4, {"model": {"w": torch.zeros(3)}})
     body = {"format": MANIFEST_FORMAT + 1, "run": 1, "step": 4}
     (step_folder(job.root, 4) / MANIFEST).write_text(encode_body(body))
-    request = job.request(4, components=("model",))
-    with completed(job, request) as watcher:
-        watcher.follow(request)
-        (failure,) = watcher.wait(time.monotonic() + 30)
+    append(request := job.request(4, components=("model",)), "completed")
+    (failure,) = hear(job, request)
     assert "upgrade trinity-sync in this environment" in failure
 
 
@@ -434,14 +420,12 @@ def test_a_save_ends_with_its_flow_run_where_another_release_has_committed_the_s
 def test_an_image_that_comes_after_the_commit_is_compared_with_it_also_without_a_worker(
     job: Job, value: int, rank: int
 ) -> None:
-    request = job.request(4, components=("model",))
     job.commit_states(4, {"model": {"w": torch.ones(3)}})
     job.stagers.pop(0).close()  # by a process that was started meanwhile
     job.stage(4, {"model": {"w": torch.full((3,), float(value))}})
     ((late,), _) = job.spool.tickets()
-    with completed(job, request, rank) as watcher:
-        watcher.follow(request, images=[late.ticket.image])
-        failures = watcher.wait(time.monotonic() + 30)
+    append(request := job.request(4, components=("model",)), "completed")
+    failures = hear(job, request, rank=rank, images=[late.ticket.image])
     if value == 1:
         assert failures == []
         assert job.spool.tickets() == ([], [])
