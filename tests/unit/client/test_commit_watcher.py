@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -29,9 +28,8 @@ from tests.support.savers import await_that, end_savers
 from tests.unit.conftest import Open
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.coordinator import CheckpointCoordinator
-from trinity_sync.client.prefect_api import ask_server
 from trinity_sync.client.saver_control import SaveTrigger
-from trinity_sync.errors import PrefectApiError, SaveFailedError, SaveTimeoutError
+from trinity_sync.errors import SaveFailedError, SaveTimeoutError
 from trinity_sync.fs.records import encode_body
 from trinity_sync.layout import ITERATION_FILES, MANIFEST, MANIFEST_FORMAT, step_folder
 from trinity_sync.retention.policies import ALL, parse_policy
@@ -552,45 +550,6 @@ def test_a_checkpoint_has_no_weights_of_a_sync_that_was_submitted_again_after_it
     assert [each.state for each in again] == ["completed"]
     assert checkpoint.state == ("failed" if changed else "completed")
     assert torch.equal(load_states(job.root, 4, "actor")["model"]["w"], weights)
-
-
-def test_a_server_of_this_node_is_asked_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    with server({"/flow_runs/filter": (200, "[]")}) as url:
-        for name in (url, url.replace("127.0.0.1", "localhost")):
-            assert ask_server(Settings(), lambda api: api.read_job_runs("a job"), name) == []
-
-
-def test_a_redirect_to_another_host_takes_no_secret_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_there: list[tuple[str, str]] = []
-    host = "localhost"
-
-    class Elsewhere(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            self.send_response(307)
-            self.send_header("location", there.replace("127.0.0.1", host))
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", '{"X-Secret": "of an access proxy"}')
-    with (
-        server({"": (200, "[]")}, asked=asked_there) as there,
-        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as made,
-    ):
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{made.server_port}/api"
-        with pytest.raises(PrefectApiError, match="307 Temporary Redirect"):
-            ask_server(Settings(), lambda api: api.read_job_runs("a job"), url)
-        assert not asked_there
-        host = "127.0.0.1"
-        assert ask_server(Settings(), lambda api: api.read_job_runs("a job"), url) == []
-        made.shutdown()
 
 
 def test_a_coordinator_that_is_dropped_without_close_leaves_no_thread_and_no_descriptor(

@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.answers import server
 from trinity_sync import CheckpointCoordinator, Settings
-from trinity_sync.client.prefect_connection import find_server
 from trinity_sync.errors import PrefectApiError
 from trinity_sync.settings import LOCAL_HOST, StackSettings
 from trinity_sync.stack.local_stack import _with_own_address
@@ -109,25 +108,6 @@ def test_a_required_stack_that_does_not_answer_is_an_error_within_seconds(
         with pytest.raises(PrefectApiError, match=r"does not answer within 0\.5 s"):
             start(tmp_path, settings, require_stack=True)
         assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_the_local_stack_is_given_its_password_by_whichever_name_it_is_called(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
-    """Also where the environment has that of another server."""
-    settings.home.mkdir()
-    state = {"api_url": "http://127.0.0.1:4200/api", "api_auth": "trinity-sync:secret"}
-    (settings.home / "stack.json").write_text(json.dumps(state))
-    local, other = f"http://{host}:4200/api/", f"http://{host}:4201/api"
-    monkeypatch.setenv("PREFECT_API_URL", local)
-    assert "authorization" in dict(find_server(settings.home, None).headers)
-    monkeypatch.setenv("PREFECT_API_URL", other)
-    assert "authorization" not in dict(find_server(settings.home, None).headers)
-    monkeypatch.delenv("PREFECT_API_URL")
-    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of:another")
-    assert find_server(settings.home, local).login == "trinity-sync:secret"
-    assert find_server(settings.home, other).login == "of:another"
 
 
 def test_a_machine_that_joins_does_not_take_the_address_of_the_first(
