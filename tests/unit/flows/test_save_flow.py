@@ -40,30 +40,31 @@ RUN = UUID(int=7)
 
 
 @pytest.fixture(autouse=True)
-def known_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The events that the flow sends; it runs in no flow run, and its server is away."""
+    sent: list[str] = []
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(flows.save, "emit_step_event", lambda what, *_, **__: sent.append(what))
+    return sent
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the parts of the flow that were done, and of its events; nothing else is done."""
-    made: list[str] = []
+def calls(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> list[str]:
+    """Names of the parts of the flow that were done, among its events; nothing else is done."""
 
     class Flow(flows.save.FlowDriver):
         done = SimpleNamespace(by_saver=False, alarms=["bad"])  # type: ignore[assignment]
         _committed_at = 0.0
 
         async def do(self, part: Part) -> None:
-            made.append(part.name)
+            events.append(part.name)
             if part.name == "tell_commit":
                 await super().do(part)
 
     monkeypatch.setattr(flows.save, "FlowDriver", Flow)
-    monkeypatch.setattr(
-        flows.save, "emit_step_event", lambda outcome, *_, **__: made.append(outcome)
-    )
     monkeypatch.setattr(flows.save.metrics.METRICS, "count_committed_save", lambda *_, **__: None)
-    return made
+    return events
 
 
 def test_a_commit_and_what_is_unhealthy_are_reported_before_what_follows(
@@ -115,9 +116,12 @@ def test_a_checkpoint_is_copied_and_by_the_save_itself_if_that_is_required(
     ],
 )
 def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    events: list[str],
+    error: Exception,
+    name: str | None,
 ) -> None:
-    events: list[str] = []
     pages: dict[str, str] = {}
 
     def await_node_shards(*_: object, **__: object) -> None:
@@ -128,11 +132,7 @@ def test_a_save_that_is_not_committed_is_counted_reported_and_explained(
 
     monkeypatch.setattr(pipeline, "await_node_shards", await_node_shards)
     monkeypatch.setattr(flows.save, "list_living_nodes", dict)
-    monkeypatch.setattr(flows.save, "get_run_logger", lambda: logging.getLogger())
     monkeypatch.setattr(tasks.save, "acreate_markdown_artifact", create)
-    monkeypatch.setattr(
-        flows.save, "emit_step_event", lambda outcome, *_, **__: events.append(outcome)
-    )
     request = SaveRequest(root=str(tmp_path / "Ckpts 1"), step=1, run=1)
     run = partial(asyncio.run, flows.save.save_step.fn(request))
     outcome = (name or "failed").lower()
@@ -175,8 +175,6 @@ def test_a_run_tells_itself_that_it_has_failed_unless_a_user_has_made_it_of_a_sa
     monkeypatch.setattr(flows.save.FlowDriver, "_persist", fail)
     monkeypatch.setattr(flows.save, "run_on_node", call)
     monkeypatch.setattr(flows.save, "list_living_nodes", lambda: {Settings().node: ""})
-    monkeypatch.setattr(flows.save, "emit_step_event", lambda *_, **__: None)
-    monkeypatch.setattr(flows.save, "get_run_logger", logging.getLogger)
     monkeypatch.setattr(tasks.save, "acreate_markdown_artifact", fail)
     job.stage(1, {"model": {"w": torch.ones(9)}})
     with pytest.raises(type(why)):
@@ -275,7 +273,6 @@ def drive(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flows.save.FlowDriver, "_run", SimpleNamespace(run_count=start, id=RUN))
-        patch.setattr(flows.save, "get_run_logger", logging.getLogger)
         asyncio.run(asyncio.wait_for(await_the_end(), 60))
 
 
@@ -319,11 +316,9 @@ def test_a_save_that_a_saver_has_failed_before_its_run_began_is_left_to_none_unt
 
 
 def test_a_commit_by_the_saver_alone_is_counted_and_told_as_any_other(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, events: list[str]
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(flows.save, "emit_step_event", lambda what, *_, **__: told.append(what))
     asyncio.run(flows.save.FlowDriver(job.request(1))._tell_commit())
-    assert told == ["committed"]
+    assert events == ["committed"]
     labels = {"job": job.request(1).job, "outcome": "committed", "by": "saver"}
     assert sample("trinity_sync_saves_total", **labels) == 1
