@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 METADATA: Component = "metadata"
 ATTACHMENTS: Component = "attachments"
+_NAMED = 512
+"""Bytes of a tensor's name and headers in a file: a slot that lacks some is mapped again."""
 
 
 @dataclass(frozen=True)
@@ -411,13 +413,13 @@ class Stager:
 def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
     """Return a size in bytes, or that of the image of a module's or optimizer's state.
 
-    An optimizer with ``betas`` has two tensors a parameter that is trained, and one with
-    ``momentum`` one.
+    An optimizer with ``betas`` has two tensors a parameter that is trained, or three, and a number
+    of steps; one with ``momentum`` has one.
 
     Raises:
         ConfigError: it is none of these.
     """
-    count = 1
+    count, steps = 1, 0
     if isinstance(size, torch.nn.Module):
         tensors = [*size.parameters(), *size.buffers()]
     elif not isinstance(size, torch.optim.Optimizer):
@@ -425,8 +427,11 @@ def estimate_nbytes(size: int | torch.nn.Module | torch.optim.Optimizer) -> int:
     else:
         given = (each for group in size.param_groups for each in group["params"])
         tensors = [each for each in given if each.requires_grad]
-        count = 2 if "betas" in size.defaults else int(bool(size.defaults.get("momentum")))
-    return count * sum(get_shard(each).nbytes + ALIGNMENT for each in tensors)
+        has = size.defaults.get
+        steps = int("betas" in size.defaults)
+        count = 2 + bool(has("amsgrad")) if steps else int(bool(has("momentum")))
+    headers = (count + steps) * len(tensors) * (ALIGNMENT + _NAMED)
+    return count * sum(get_shard(each).nbytes for each in tensors) + headers
 
 
 def is_torch_optimizer(optimizer: object) -> bool:

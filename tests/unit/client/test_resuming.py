@@ -163,25 +163,34 @@ def test_a_run_that_has_resumed_tells_at_once_that_its_saves_do_not_fit(
 
 
 @pytest.mark.parametrize(
-    "make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD]
+    "make",
+    [
+        torch.optim.AdamW,
+        partial(torch.optim.AdamW, amsgrad=True),
+        partial(torch.optim.SGD, momentum=0.9),
+        torch.optim.SGD,
+    ],
 )
+@pytest.mark.parametrize("layers", [1, 400])
 def test_memory_for_a_model_and_its_optimizer_fits_their_images(
-    saves: Saves, job: Job, make: Callable[..., torch.optim.Optimizer]
+    saves: Saves, job: Job, make: Callable[..., torch.optim.Optimizer], layers: int
 ) -> None:
-    frozen = torch.nn.Linear(700, 7000).requires_grad_(False)
-    model = torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.BatchNorm1d(700), frozen)
+    frozen = torch.nn.Linear(1024, 7000).requires_grad_(False)
+    norms = (torch.nn.BatchNorm1d(1024) for _ in range(layers))
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), *norms, frozen)
     optimizer = make(model.parameters(), lr=0.1)
     saves.prewarm({"model": model, "optim": optimizer, "extra_state": 10_000})
     saves._stager.memory.run(looks=False)
     slots = [job.spool.slot("actor", name, 0, 0) for name in ("model", "optim")]
     sizes = [slot.stat().st_size for slot in slots]
-    model(torch.ones(2, 700)).sum().backward()
+    model(torch.ones(2, 1024)).sum().backward()
     optimizer.step()
     saves.save(1, {"model": model.state_dict(), "optim": optimizer.state_dict()})
     assert [slot.stat().st_size for slot in slots] == sizes
-    times = [3 if each.requires_grad else 1 for each in model.parameters()]
+    trained = 4 if optimizer.defaults.get("amsgrad") else 3
+    times = [trained if each.requires_grad else 1 for each in model.parameters()]
     needed = sum(n * each.nbytes for n, each in zip(times, model.parameters(), strict=True))
-    assert sum(sizes) <= 4 * (2 << 20) + needed
+    assert sum(sizes) <= 4 * (2 << 20) + needed + layers * 13 * (6 << 10)
 
 
 def test_a_run_begins_once(saved: Path, coordinator_of: Open) -> None:
