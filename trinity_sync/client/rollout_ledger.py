@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.fs.process import hold_handlers
 from trinity_sync.fs.records import describe
 from trinity_sync.layout import check_number
 
@@ -65,7 +66,7 @@ class RolloutLedger:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may save it: the log grows at once
         self._clear()
 
     def issue(self, ids: Iterable[Id]) -> None:
@@ -211,7 +212,7 @@ class RolloutLedger:
         Raises:
             ConfigError: it is no state of a ledger.
         """
-        with self._lock:
+        with hold_handlers(), self._lock:
             self._clear()
             try:
                 log, at = memoryview(state["log"].numpy()), 0

@@ -327,9 +327,10 @@ class StateSaver:
         try:
             self.wait_staged()
         finally:
-            if self._background:
-                self._background.shutdown()
-            self.stager.close()
+            with hold_handlers():  # which may save
+                if self._background:
+                    self._background.shutdown()
+                self.stager.close()
 
     def _pack(self, given: Metadata) -> Packed | None:
         before, packed = self._packed

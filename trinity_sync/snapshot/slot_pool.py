@@ -31,7 +31,7 @@ from pathlib import Path
 
 from trinity_sync.errors import SpoolError, SpoolFullError, TicketError, TrinitySyncError
 from trinity_sync.fs.file_system import STALL, find_room, find_shortage, measure_ray_stores
-from trinity_sync.fs.process import call_held_handlers, lower_thread_priority
+from trinity_sync.fs.process import call_held_handlers, hold_handlers, lower_thread_priority
 from trinity_sync.snapshot.identity import Origin
 from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.spool import JobSpool
@@ -383,7 +383,8 @@ class SlotMemory:
                 if key not in self._filled and (slot := self._pool.find_next(*key)):
                     slot.touch(nbytes, ended)
 
-        self._begin([work])
+        with hold_handlers():  # which may save
+            self._begin([work])
 
     def look_after(self, filled: list[tuple[SlotKey, Slot, int]]) -> None:
         """Map slots that were filled with so many bytes; look after all until `interrupt`.

@@ -27,7 +27,7 @@ from tests.support.waiting import until
 from tests.unit.client.conftest import Saves
 from tests.unit.conftest import Open
 from tests.unit.snapshot.test_overlap import BIG
-from trinity_sync import CheckpointCoordinator, ConfigError, Settings
+from trinity_sync import CheckpointCoordinator, ConfigError, RolloutLedger, Settings
 from trinity_sync.client.coordinator import CLOSE_S
 from trinity_sync.client.preemption import Preemption
 from trinity_sync.client.saver_control import SaverControl
@@ -383,8 +383,10 @@ def test_an_emergency_save_does_not_wait_for_a_role_that_this_process_saves_next
     [
         (CheckpointCoordinator.begin, join_run),
         (lambda saves: saves.record_metrics(4, {"reward": 0.5}), Future.__init__),
+        (lambda saves: saves.prewarm({"model": 5000}), threading.Condition.notify_all),
+        (lambda saves: saves.close(timeout=0), threading.Condition.notify_all),
     ],
-    ids=["begin", "record_metrics"],
+    ids=["begin", "record_metrics", "prewarm", "close"],
 )
 def test_a_handler_may_save_while_a_lock_is_held(
     saves: Saves,
@@ -409,6 +411,29 @@ def test_a_handler_may_save_while_a_lock_is_held(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     job.commit(4)
+
+
+@pytest.mark.parametrize("name", ["issue", "load_state_dict"])
+def test_a_handler_saves_a_ledger_before_or_after_what_it_interrupts(name: str) -> None:
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is RolloutLedger._record.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    ledger, saved = RolloutLedger(), list[dict[str, torch.Tensor]]()
+    ledger.issue([1, 2])
+    ledger.finish([1])
+    given = ([3],) if name == "issue" else (ledger.state_dict(), 0)
+    before = signal.signal(signal.SIGUSR1, lambda *_: saved.append(ledger.state_dict()))
+    sys.setprofile(interrupt)
+    try:
+        getattr(ledger, name)(*given)
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, before)
+    resumed = RolloutLedger()
+    resumed.load_state_dict(saved[0], step=0)
+    assert (resumed.to_issue(), resumed.to_train()) == ([2], [1])
 
 
 def test_what_a_handler_saves_while_a_run_begins_at_a_step_supersedes_none_up_to_it(
