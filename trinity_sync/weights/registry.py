@@ -9,12 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity_sync.errors import TrinitySyncError, WeightSyncError
 from trinity_sync.layout import job_id_of
+from trinity_sync.saves.journal import Entry, Journal
 from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.storage.runs import Run, list_runs
 from trinity_sync.weights.committed import RETRY_S, CommitNotification
@@ -42,6 +44,7 @@ class AsyncVersionRegistry:
         """Content of the state file, without its time."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.versions, self.barrier = VersionRegistry(), SyncBarrier()
+        self._journal = Journal(root)
         self.identity = read_identity(root)
         self._restore()
         runs = self._runs()
@@ -79,6 +82,14 @@ class AsyncVersionRegistry:
         found = await asyncio.to_thread(self._notification.find_newest, runs, scan=scan)
         self._record_committed(found)
         await self.notify()
+
+    async def find_last_save(self) -> Entry | None:
+        """Return what the journal has told last of a save of the newest run; None if nothing."""
+        async with self._disk:
+            with suppress(OSError):  # it is read again the next time
+                await asyncio.to_thread(self._journal.read)
+        last = self._journal.find_last()
+        return last if last and last.run == self.versions.run else None
 
     async def follow_commits(self) -> None:
         """Record commits as they appear, without end."""

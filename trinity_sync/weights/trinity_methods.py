@@ -143,6 +143,10 @@ class TrinityMethods:
         """The last rendezvous that succeeded."""
         self._refusals = 0
         """Number of calls of `notify_no_new_model_state_dict`."""
+        self._failed = (0, 0)
+        """Run and step of the newest sync that has failed."""
+        self._told: dict[str, tuple[int, int]] = {}
+        """The same when the last wait of an explorer ended; a failed sync ends one wait of each."""
         self._waits = 0
         """Explorers that wait for a version; the status is of a name, which Trinity's share."""
         self._state: tuple[int, dict[str, Any] | str | None] = (0, None)
@@ -242,7 +246,8 @@ class TrinityMethods:
         """Wait for a version newer than ``current_version``.
 
         The explorer's status is ``require_sync`` meanwhile. The wait also ends if the trainer stops
-        or dies, calls `notify_no_new_model_state_dict`, or lets ``sync_timeout`` pass.
+        or dies, its newest sync fails, it calls `notify_no_new_model_state_dict`, or lets
+        ``sync_timeout`` pass.
 
         Args:
             current_version: step of the version that the explorer has.
@@ -253,32 +258,55 @@ class TrinityMethods:
             Step of the newest version, which is ``current_version`` if there is no newer one.
         """
         explorer = explorer or self._settings.explorer
-        refusals = self._refusals
+        refusals, told = self._refusals, self._told.get(explorer, (0, 0))
 
         def answer() -> bool | None:
             stopped = self._registry.barrier.trainer is Status.STOPPED
             over = no_wait or stopped or self._refusals != refusals
+            over = over or self._failed > max(told, (self._registry.versions.run, current_version))
             over = over or self._registry.number > current_version
             return over or self._registry.versions.newer(current_version) is not None or None
 
-        if answer():
-            return self._registry.number
-        self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
-        watch = self._registry.run_in_background(self._members.watch(None, lambda: False))
-        self._waits += 1
-        try:
-            await self._registry.notify()
-            await self._registry.until(answer, self._settings.timeout_s)
-        finally:
-            watch.cancel()
-            self._waits -= 1
-            self._registry.barrier.set_running({explorer})
+        if not answer():
+            self._registry.barrier.set_explorer(explorer, Status.REQUIRE_SYNC)
+            watches = self._members.watch(None, lambda: False), self._follow_saves()
+            tasks = [self._registry.run_in_background(each) for each in watches]
+            self._waits += 1
+            try:
+                await self._registry.notify()
+                await self._registry.until(answer, self._settings.timeout_s)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                self._waits -= 1
+                self._registry.barrier.set_running({explorer})
+        self._told[explorer] = self._failed
         return self._registry.number
 
-    async def notify_no_new_model_state_dict(self) -> None:
-        """Release the calls that wait in `wait_new_model_state_dict`."""
-        self._refusals += 1
+    async def notify_no_new_model_state_dict(self, step: int | None = None) -> None:
+        """Release the calls that wait in `wait_new_model_state_dict`, unless a save is in flight.
+
+        With the step of a sync that has failed, one call of each explorer that has an earlier
+        version is released, also a later call.
+        """
+        if step is None:
+            last = await self._registry.find_last_save()
+            if last and not last.has_ended and last.step > self._registry.number:
+                return
+            self._refusals += 1
+        elif (failed := (self._registry.versions.run, step)) > self._failed:
+            self._failed = failed
+            logger.warning("the sync of step %d has failed: explorers keep their weights", step)
         await self._registry.notify()
+
+    async def _follow_saves(self) -> None:
+        """Notice that the newest save has failed, where syncs are commits, without end."""
+        while True:
+            last, newest = await self._registry.find_last_save(), self._registry.versions.newest()
+            by_commits = newest is None or newest.source == "checkpoint"
+            if last and last.has_failed and by_commits:
+                await self.notify_no_new_model_state_dict(last.step)
+            await asyncio.sleep(_PROBE_S)
 
     async def set_trainer_status(self, status: Any) -> None:
         """Set the trainer's status; one that stops releases the explorers that wait.

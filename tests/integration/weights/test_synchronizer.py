@@ -17,6 +17,9 @@ from tests.support.job import Job
 from tests.support.steps import commit_files
 from tests.support.waiting import until
 from trinity_sync import ConfigError, Synchronizer, WeightReader, WeightSyncError
+from trinity_sync.saves.journal import SaveState, append
+from trinity_sync.saves.save_request import SaveRequest
+from trinity_sync.storage.runs import open_run
 from trinity_sync.weights import actor_registry
 from trinity_sync.weights.publisher import Publisher
 from trinity_sync.weights.state_files import read_address
@@ -213,6 +216,59 @@ def test_an_explorer_that_ends_leaves_the_request_of_another_one_of_its_name(
     ask(synchronizer.notify_no_new_model_state_dict.remote())
     assert ask(wait) == 0
     assert not ask(synchronizer.explorer_requires_sync.remote())
+
+
+async def others_go_first() -> None:
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def test_a_sync_whose_commit_fails_ends_one_wait_of_each_explorer(
+    ray_node: None, root: Path, namespace: str
+) -> None:
+    async def story() -> list[int]:
+        open_run(root, "first", 0)
+        methods = TrinityMethods(str(root), namespace, SyncSettings())
+        await methods.set_trainer_status("running")
+        waits = asyncio.create_task(methods.wait_new_model_state_dict(0, explorer="a"))
+        await others_go_first()
+        append(SaveRequest(root=str(root), step=4, run=1, kind="state_dict"), "failed", "full")
+        found = [await asyncio.wait_for(waits, ASK_S)]
+        late = methods.wait_new_model_state_dict(0, explorer="b")
+        found.append(await asyncio.wait_for(late, ASK_S))
+        waits = asyncio.create_task(methods.wait_new_model_state_dict(0, explorer="a"))
+        await others_go_first()
+        await methods._registry.record(version(root, 8))
+        return [*found, await asyncio.wait_for(waits, ASK_S)]
+
+    assert asyncio.run(story()) == [0, 0, 8]
+
+
+@pytest.mark.parametrize("fact", ["checkpoint beside uploads", "earlier run", "in flight"])
+def test_an_explorer_waits_on_where_no_sync_has_failed(
+    ray_node: None, root: Path, namespace: str, fact: str
+) -> None:
+    async def story() -> int:
+        open_run(root, "first", 0)
+        if fact == "earlier run":
+            open_run(root, "second", 4)
+        methods = TrinityMethods(str(root), namespace, SyncSettings())
+        await methods.set_trainer_status("running")
+        if fact == "checkpoint beside uploads":
+            await methods._registry.record(version(root, 4))
+        state: SaveState = "begun" if fact == "in flight" else "failed"
+        append(SaveRequest(root=str(root), step=6, run=1), state)
+        waits = asyncio.create_task(methods.wait_new_model_state_dict(4))
+        await others_go_first()
+        if fact == "in flight":
+            await methods.notify_no_new_model_state_dict()
+        for _ in range(5):  # what a wait that ends would do first
+            await methods._registry.find_last_save()
+            await others_go_first()
+        await methods._registry.record(version(root, 8, run=methods._registry.versions.run))
+        return await asyncio.wait_for(waits, ASK_S)
+
+    assert asyncio.run(story()) == 8
 
 
 def test_a_wait_that_is_cancelled_at_once_leaves_no_request_for_a_sync(
