@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from trinity_sync.client.collective import broadcast_from_rank_0, lease_on_rank_0, run_on_all_ranks
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
+from trinity_sync.errors import ConfigError
 from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
 from trinity_sync.layout import KINDS, Kind, check_choice, step_folder
 from trinity_sync.snapshot.spool import JobSpool
@@ -107,12 +109,15 @@ class StepLoader:
             with lease as manifest:
                 if not only:
                     require_whole(self.root, manifest)
-                filled = fill_states(self.root, manifest, role, live, run_together=together, **own)
-                own |= {"manifest": manifest, "besides": [*filled], "borrow": borrow}
-                rest = open_states(self.root, step, role, **own)
+                inner = [n for n, each in live.items() if not hasattr(each, "load_state_dict")]
+                rest = open_states(
+                    self.root, step, role, manifest=manifest, besides=inner, borrow=borrow, **own
+                )
                 others = together(lambda: opened.enter_context(rest))
                 adopt_meshes(others, live)
-                states = filled | others
+                together(lambda: _require_same_groups(live, others))
+                own["run_together"] = together
+                states = fill_states(self.root, manifest, role, live, **own) | others
                 together(lambda: _restore(live, states))
                 unread = self.unread.setdefault(role, manifest.list_components(role))
                 unread.difference_update(states)
@@ -208,6 +213,19 @@ class StepLoader:
                 self.watcher.hurry()
             begun = True
             time.sleep(next(pauses))
+
+
+def _require_same_groups(live: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Refuse what an optimizer would, before anything is changed."""
+    optimizers = {n: each for n, each in live.items() if isinstance(each, torch.optim.Optimizer)}
+    for name in optimizers.keys() & states.keys():
+        both = optimizers[name].param_groups, states[name].get("param_groups", ())
+        here, saved = ([len(group["params"]) for group in groups] for groups in both)
+        if here != saved:
+            raise ConfigError(
+                f"{name} has parameter groups of {here} tensors, and in the step of {saved}. "
+                "Nothing was changed. Make the optimizer as it was saved, or leave it out"
+            )
 
 
 def _restore(live: Mapping[str, Any], states: Mapping[str, Any]) -> None:

@@ -196,6 +196,29 @@ def test_objects_that_have_a_state_are_saved_and_filled_as_components(
         torch.testing.assert_close(others[name].state_dict(), each.state_dict(), rtol=0, atol=0)
 
 
+def test_an_optimizer_of_other_parameter_groups_is_refused_before_the_model_is_filled(
+    job: Job, coordinator_of: Open
+) -> None:
+    model = nn.Linear(3, 2)
+    first, second = coordinator_of(), coordinator_of(run_key="second")
+    first.save(3, {"model": model, "optim": torch.optim.AdamW(model.parameters())})
+    job.commit(3, "model", "optim")
+    other = nn.Linear(3, 2)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    parts = {
+        "model": other,
+        "optim": torch.optim.AdamW([{"params": [p]} for p in (*other.parameters(),)]),
+    }
+    refused = (
+        r"optim has parameter groups of \[1, 1\] tensors, and in the step of \[2\]. Nothing was"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        second.load_into(3, parts)
+    torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
+    second.load_into(3, {"model": other})
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
 def test_of_objects_in_a_component_the_states_are_saved(job: Job, coordinator_of: Open) -> None:
     models = [nn.Linear(3, 2), nn.Linear(2, 3)]
     optims = [torch.optim.AdamW(model.parameters()) for model in models]
