@@ -1,15 +1,20 @@
 """The flows that look after committed steps, through the whole of it: server, worker, Ray, disk."""
 
+import asyncio
 import json
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
-from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
 from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.events.clients import get_events_subscriber
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from transformers import AutoModelForCausalLM
 
 from tests.integration.prefect_api import Api
@@ -23,6 +28,7 @@ from trinity_sync.layout import name_job, steps_on_disk
 from trinity_sync.orchestration.deploy import deploy, open_client
 from trinity_sync.orchestration.job_registry import list_known_roots
 from trinity_sync.orchestration.quantities import make_artifact_key
+from trinity_sync.orchestration.worker import select_events
 from trinity_sync.settings import StackSettings
 from trinity_sync.stack.services import StackState
 from trinity_sync.storage.discovery import find_newest, read_latest_pointer
@@ -70,6 +76,27 @@ def test_the_server_plans_the_runs_that_a_schedule_asks_for(stack: StackState) -
         finally:
             client.delete_deployment_schedule(deployment, schedule.id)
         assert {run.deployment_id for run in planned} == {deployment}
+
+
+def test_a_worker_hears_of_runs_also_once_its_pool_was_created_again(stack: StackState) -> None:
+    """As after a reset of the server's database, which gives the pool another id."""
+
+    async def story() -> None:
+        pool = WorkPoolCreate(name=f"pool-{uuid4()}", type="process")
+        async with get_client() as client, get_events_subscriber(select_events(pool.name)) as heard:
+            flow = await client.create_flow_from_name("heard")
+            for _ in range(2):
+                await client.create_work_pool(pool)
+                deployment = await client.create_deployment(flow, "any", work_pool_name=pool.name)
+                run = await client.create_flow_run_from_deployment(deployment)
+                event = await asyncio.wait_for(anext(heard), 250)
+                assert event.resource.id == f"prefect.flow-run.{run.id}"
+                await client.delete_flow_run(run.id)
+                await client.delete_work_pool(pool.name)
+            await client.delete_flow(flow)
+
+    with temporary_settings({PREFECT_API_URL: stack.api_url}):
+        asyncio.run(story())
 
 
 def test_a_job_is_looked_after_from_its_commit_to_its_export(

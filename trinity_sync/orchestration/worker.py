@@ -30,6 +30,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
+from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import Abort, ObjectNotFound, ParameterBindError, SignatureMismatchError
 from prefect.flows import Flow
 from prefect.settings import (
@@ -397,9 +398,7 @@ class TrinitySyncWorker(
     async def _listen(self) -> None:
         if self.pool_id is None:
             return
-        resource = EventAnyResourceFilter(id=[f"prefect.work-pool.{self.pool_id}"])
-        names = EventNameFilter(name=[*SCHEDULED, CANCELLING])
-        async with get_events_subscriber(EventFilter(event=names, any_resource=resource)) as events:
+        async with get_events_subscriber(select_events(self.pool_name)) as events:
             await self.get_and_submit_flow_runs()  # runs scheduled before the subscription
             async for event in events:
                 if event.event in SCHEDULED:
@@ -411,6 +410,13 @@ class TrinitySyncWorker(
         while True:
             await work()
             await anyio.sleep(pause_s)
+
+
+def select_events(pool: str) -> EventFilter:
+    """Return the filter of events of a pool's runs, whatever its id: a reset server has another."""
+    labels = {"prefect.resource.role": "work-pool", "prefect.resource.name": pool}
+    resource = EventAnyResourceFilter(labels=ResourceSpecification.model_validate(labels))
+    return EventFilter(event=EventNameFilter(name=[*SCHEDULED, CANCELLING]), any_resource=resource)
 
 
 HEARTBEAT_S = 30
