@@ -338,6 +338,38 @@ def test_what_a_subclass_also_saves_is_resumed_as_from_trainers_own_checkpoint(
     assert differences(state(by_host), state(resumed)) == []
 
 
+class OfTRL(Trainer):
+    """Writes into ``checkpoint-N`` as TRL's GRPO (after `Trainer`) and its AsyncGRPO (before)."""
+
+    __module__ = "trl.trainer"
+    resumed_at: list[str]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "rollout_state.json").write_text(str(self.state.global_step))
+        super()._save_checkpoint(model, trial)
+        (folder / "entropy_ctrl_state.json").write_text(str(self.state.global_step / 4))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            names = "rollout_state.json", "entropy_ctrl_state.json"
+            self.resumed_at = [Path(checkpoint, name).read_text() for name in names]
+
+
+def test_what_trls_trainers_write_into_a_checkpoint_is_saved_and_loaded(
+    tmp_path: Path, callback: MakeCallback
+) -> None:
+    hugging_face(callback(), stop=6, of=OfTRL).train()
+    assert not [*(tmp_path / "out").glob("checkpoint-*")]
+    saves = callback()
+    resumed = hugging_face(saves, of=OfTRL)
+    resumed.train(resume_from_checkpoint=saves.latest())
+    assert resumed.resumed_at == ["6", "1.5"]
+    assert max(steps_on_disk(tmp_path / "ckpts")) == 12
+
+
 class WritesAll(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.model.save_pretrained(output_dir)

@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from trinity_sync.integrations.huggingface_state import (
     require_fit,
     write_safetensors,
 )
-from trinity_sync.integrations.import_hooks import Call, wrapper
+from trinity_sync.integrations.import_hooks import Call, replace_attributes, wrapper
 from trinity_sync.integrations.trainer_saves import TrainerSaves, list_attachments
 
 with from_extra("hf"):
@@ -403,17 +404,19 @@ def _find_callback(trainer: Any) -> TrinitySyncCallback | None:
 
 @wrapper
 def _wrap_train(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    if callback := _find_callback(trainer):  # which requires that there are not two
-        callback.prepare(trainer, kwargs.get("trial"))
-    return original(trainer, *args, **kwargs)
+    if not (callback := _find_callback(trainer)):  # which requires that there are not two
+        return original(trainer, *args, **kwargs)
+    callback.prepare(trainer, kwargs.get("trial"))
+    # of the trainer: what a method of its class writes after `Trainer`'s belongs to the save too
+    with replace_attributes(trainer, _save_checkpoint=partial(_save_checkpoint, trainer)):
+        return original(trainer, *args, **kwargs)
 
 
-@wrapper
-def _wrap_save_checkpoint(original: Call, trainer: Any, *args: Any, **kwargs: Any) -> None:
+def _save_checkpoint(trainer: Any, model: Any, trial: Any) -> None:
     if callback := _find_callback(trainer):
         callback.save(trainer)
-    else:
-        original(trainer, *args, **kwargs)
+    else:  # it was removed meanwhile
+        type(trainer)._save_checkpoint(trainer, model, trial)
 
 
 @wrapper
@@ -447,7 +450,6 @@ def _wrap_load_best_model(original: Call, trainer: Any) -> None:
 
 
 Trainer.train = _wrap_train(Trainer.train)
-Trainer._save_checkpoint = _wrap_save_checkpoint(Trainer._save_checkpoint)
 Trainer._load_from_checkpoint = _wrap_load(Trainer._load_from_checkpoint)
 Trainer._load_optimizer_and_scheduler = _wrap_load(Trainer._load_optimizer_and_scheduler)
 Trainer._load_best_model = _wrap_load_best_model(Trainer._load_best_model)

@@ -34,7 +34,7 @@ with from_extra("hf"):
         TRAINER_STATE_NAME,
     )
     from transformers.trainer_callback import ExportableState, TrainerState
-    from transformers.trainer_utils import HubStrategy
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
     from transformers.utils import (
         ADAPTER_CONFIG_NAME,
         ADAPTER_SAFE_WEIGHTS_NAME,
@@ -93,7 +93,7 @@ def list_lost_methods(trainer: Any) -> list[str]:
     """Return which methods of a subclass of `Trainer` save what the callback cannot."""
     lost = list_overridden(trainer, "_save_checkpoint")
     owner = next(each for each in type(trainer).__mro__ if "_save_checkpoint" in vars(each))
-    if owner.__module__.startswith("trl."):  # writes a model card, and calls Trainer's
+    if owner.__module__.startswith("trl."):  # calls Trainer's, and writes small files
         lost.clear()
     if trainer.is_fsdp_enabled:  # these would need the whole model
         lost += list_overridden(trainer, "save_model", "_save")
@@ -140,10 +140,17 @@ def collect_files(trainer: Any) -> dict[str, bytes]:
     """
 
     def write(folder: Path) -> None:
-        with replace_attributes(Trainer, **_WRITERS):
+        own = folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        own.mkdir()
+        in_memory = replace_attributes(trainer, _get_output_dir=lambda trial: str(folder))
+        with replace_attributes(Trainer, **_WRITERS), in_memory:
             if list_overridden(trainer, "save_model", "_save"):
                 trainer.save_model(str(folder), _internal_call=True)
             trainer._save_optimizer_and_scheduler(str(folder))
+            type(trainer)._save_checkpoint(trainer, trainer.model, None)  # what TRL's add
+        for path in own.iterdir():
+            path.rename(folder / path.name)
+        own.rmdir()
         for path in folder.iterdir():
             if path.is_dir() or path.name in _LARGE:
                 raise ConfigError(
@@ -235,6 +242,7 @@ def _save_optimizer_and_scheduler(trainer: Any, output_dir: str) -> None:
 _WRITERS: dict[str, Any] = {
     "save_model": _save_model,
     "_save": _save,
+    "_save_checkpoint": _save,
     "_save_optimizer_and_scheduler": _save_optimizer_and_scheduler,
 }
 """In the place of `Trainer`'s methods, which write no weights and no optimizer then: these are
