@@ -191,6 +191,37 @@ def resume_bit_equal_in_mid_epoch(tmp_path: Path, spool: Path) -> None:
     assert differences(dict(whole.state_dict()), dict(read.state_dict())) == []
 
 
+class StopInValidation(Callback):
+    """Ends the training after a validation within an epoch, as `EarlyStopping` does."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop |= trainer.global_step == 3
+
+
+def resume_what_a_validation_has_ended_within_an_epoch(tmp_path: Path, spool: Path) -> None:
+    def train(root: str, *others: Callback) -> Small:
+        trainer = make_trainer(
+            [*others, saving(tmp_path, spool, 2, root=root)],
+            max_epochs=2,
+            val_check_interval=3,
+            default_root_dir=tmp_path,
+        )
+        torch.manual_seed(7)
+        module = Small()
+        loader = StatefulDataLoader(TOKENS, batch_size=4, shuffle=True)
+        validation = torch.utils.data.DataLoader(TOKENS, batch_size=8)
+        trainer.fit(module, loader, validation, ckpt_path="last")
+        return module
+
+    whole = train("whole")
+    assert len(train("ckpts", StopInValidation()).seen) == 3
+    assert steps_on_disk(tmp_path / "ckpts") == [2, 3]
+    resumed = train("ckpts")
+    assert resumed.trainer.current_epoch == 2
+    assert resumed.seen[:5] == whole.seen[3:8]  # to the end of the epoch
+    assert len(resumed.seen) == len(whole.seen) - 3
+
+
 def train_two_steps(tmp_path: Path, spool: Path) -> list[float]:
     module = fit(Small(), [saving(tmp_path, spool, 2)], steps=2)
     return module.layers[2].weight.flatten().tolist()  # type: ignore[union-attr,no-any-return]

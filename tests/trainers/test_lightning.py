@@ -37,6 +37,7 @@ def test_a_failed_save_ends_the_training_of_all_lightning_ranks(call: Call) -> N
         "save_nothing_with_fast_dev_run",
         "save_all_steps_of_a_second_fit",
         "resume_accumulated_gradients_bit_equal",
+        "resume_what_a_validation_has_ended_within_an_epoch",
         "save_at_the_first_batch_beyond_each_interval",
         "load_last_next_to_another_checkpoint",
         "go_on_from_checkpoints_of_lightning",

@@ -166,7 +166,10 @@ class TrinitySyncCallback(ModelCheckpoint):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the metrics of the step that was saved before the validation."""
+        """Save where the training ends within an epoch, and record the metrics of a saved step."""
+        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if fits and _ends_within_epoch(trainer):  # as of EarlyStopping
+            self._save(trainer)
         self._record_metrics(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -388,7 +391,7 @@ def _require_fit(folder: Path, module: Any, saved: Mapping[str, Any], strict: bo
 
 
 def _ends_within_epoch(trainer: Any) -> bool:
-    """Return whether the training ends with this batch, which is not the last of its epoch.
+    """Return whether the training ends after this batch, which is not the last of its epoch.
 
     The state is that of the batch then: when `on_train_end` is called, Lightning has counted the
     epoch, and a resume would train on the rest of it as on another one.
