@@ -649,6 +649,18 @@ def test_the_best_step_is_kept_and_loaded_at_the_end_also_after_a_resume(
     assert steps_on_disk(root) == [8, 12]
 
 
+def test_the_best_step_is_kept_where_it_is_not_loaded_as_trainer_keeps_its_own(
+    tmp_path: Path, callback: MakeCallback
+) -> None:
+    root = tmp_path / "ckpts"
+    evaluated(callback, stop=6, save_total_limit=1)[0].train()
+    assert steps_on_disk(root) == [4, 6]
+    trainer, _, saves = evaluated(callback, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=saves.latest())
+    assert steps_on_disk(root) == [8, 12]
+    assert trainer.state.best_global_step == 8
+
+
 LOADS_BEST = {"load_best_model_at_end": True, "save_total_limit": None}
 
 

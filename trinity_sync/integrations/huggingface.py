@@ -151,12 +151,13 @@ class TrinitySyncCallback(TrainerCallback):
         saves, state = self._get_saves(), trainer.state
         step = state.global_step
         trainer.store_flos()
+        best = step if state.best_global_step == step else saves.best
         if trainer.args.load_best_model_at_end:
-            if state.best_global_step == step:
+            if best == step:
                 state.best_model_checkpoint = str(self._folder_of(step))
             best = self.find_own_step(state.best_model_checkpoint)
-            if best is not None:
-                saves.keep_best(best, is_next=best == step)
+        if best is not None:
+            saves.keep_best(best, is_next=best == step)
         keep = max(trainer.args.save_total_limit or 0, 0)  # a negative limit is none
         how = {"sharded": saves.is_sharded, "embeddings": self._decide_embeddings(trainer.model)}
         if self._model_files is None and trainer.args.process_index == 0:

@@ -80,7 +80,7 @@ class TrainerSaves:
         """Whether the run of the job has begun: by a save, at a step to resume, by an upload."""
         self._saver: DcpSaver | None = None
         self._saved = -1
-        self._best: int | None = None
+        self.best: int | None = None
         """Best step, which is pinned; and whether the best steps before it are not any more."""
         self._best_is_alone = False
         self._coordinator: CheckpointCoordinator | None
@@ -201,10 +201,10 @@ class TrainerSaves:
                 return False
             return True
 
-        if step != self._best:
+        if step != self.best:
             if not self.run_on_rank_0(pin_step):
                 return
-            self._best, self._best_is_alone = step, False
+            self.best, self._best_is_alone = step, False
         if not is_next and not self._best_is_alone:
             self._best_is_alone = self.run_on_rank_0(unpin_others)
 
