@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,6 @@ MOUNTS = r"""
 37 21 0:47 / /nameless rw - tmpfs  rw,size=4m
 38 21 0:48 / /wsl rw - 9p C:\134Program\040Files rw,aname=drvfs;path=C:\Program Files\Docker;uid=0
 """.strip()
-
-
-def test_what_a_killed_probe_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
-    old, new, file = (tmp_path / f".{name}.tmp" for name in ("probe.1", "probe.2", "doctor.3"))
-    for left in (old, new):
-        left.mkdir()
-    file.write_text("a doctor's, who was killed, too")
-    for left in (old, file):
-        os.utime(left, (1e9, 1e9))
-    probe_capabilities(tmp_path)
-    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_a_node_whose_clock_is_a_day_ahead_removes_no_probe_of_another(
@@ -170,10 +160,13 @@ def test_a_time_is_recent_also_by_a_clock_that_is_a_little_ahead(
     assert is_recent(1e9 - ago_s, 1e9, 60) is recent
 
 
-def test_a_probe_that_was_killed_is_removed_unless_it_is_new(root: Path) -> None:
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
+def test_what_a_killed_probe_has_left_is_removed_unless_it_is_new(
+    root: Path, make: Callable[[Path], None]
+) -> None:
     left = [root / f".{name}.{'0' * 32}.tmp" for name in ("probe", "meeting", "doctor")]
     for path, at in zip(left, (1e9, 9e9, None), strict=True):  # 9e9 is of a clock that was set back
-        path.touch()
+        make(path)
         os.utime(path, at and (at, at))
     probe_capabilities(root)
     assert [path for path in left if path.exists()] == left[2:]

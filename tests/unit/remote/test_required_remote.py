@@ -120,6 +120,15 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((5000,), float(step))}
 
 
+LAST = Rules(parse_policy("last=1"), ALL)
+
+
+def prune_to_last(root: Path) -> tuple[list[int], list[str]]:
+    """Remove all steps of a root but the last; return which were removed, why others were kept."""
+    made = plan_prune(root, LAST, time.time())
+    return [each.step for each in prune(root, made).removed], [why for _, why in made.kept]
+
+
 def test_a_new_machine_resumes_from_the_newest_step_in_the_remote(
     machine: Make, bucket: str
 ) -> None:
@@ -382,15 +391,10 @@ def test_a_step_that_was_not_replicated_is_kept_and_sent_after_the_next_save(mac
     for step in (1, 2):
         one.commit(saves, step, sent=False)
     one.commit(saves, 3)
-    rules = Rules(parse_policy("last=1"), ALL)
-    made = plan_prune(saves.root, rules, time.time())
-    assert [(kept.step, why) for kept, why in made.kept][:2] == [
-        (1, NOT_REPLICATED),
-        (2, NOT_REPLICATED),
-    ]
+    removed, why = prune_to_last(saves.root)
+    assert (removed, why[:2]) == ([], [NOT_REPLICATED] * 2)
     assert replicate_missing(saves.root, one.url) == [1, 2]
-    made = plan_prune(saves.root, rules, time.time())
-    assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
+    assert prune_to_last(saves.root)[0] == [1, 2]
     assert [step.state for step in Remote(one.url).list_steps()] == ["valid"] * 3
 
 
@@ -408,13 +412,12 @@ def test_nothing_counts_as_sent_to_a_remote_whose_mount_is_away(
     with pytest.raises(RemoteError, match="mount"):
         replicate_missing(saves.root, one.url)
     with pytest.raises(RemoteError, match="mount"):
-        prune_remote(saves.root, one.url, Rules(parse_policy("last=1"), ALL))
+        prune_remote(saves.root, one.url, LAST)
     assert not [*store.iterdir()]
-    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
-    assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
+    assert prune_to_last(saves.root)[0] == [1, 2]
     one.commit(saves, 4, sent=False)
-    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
-    assert [(step.step, why) for step, why in made.kept][:1] == [(3, NOT_REPLICATED)]
+    removed, why = prune_to_last(saves.root)
+    assert (removed, why[0]) == ([], NOT_REPLICATED)
     shutil.rmtree(store)
     away.rename(store)
     assert replicate_missing(saves.root, one.url) == [3, 4]
@@ -437,13 +440,12 @@ def test_while_the_required_remote_is_unknown_no_checkpoint_is_removed_and_none_
     for step in (1, 2, 3):
         one.commit(saves, step, sent=False)
     change(saves.root / ".trinity_sync/job.json")
-    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
-    assert (prune(saves.root, made).removed, made.kept[0][1]) == ((), NOT_REPLICATED)
+    removed, why = prune_to_last(saves.root)
+    assert (removed, why[0]) == ([], NOT_REPLICATED)
     with pytest.raises(ConfigError, match=r"requires the remote \(unknown now\)"):
         rewind(saves.root, 1)
     write_job_settings(saves.root, {"keep": "last=1"})  # the settings are set again, without one
-    made = plan_prune(saves.root, Rules(parse_policy("last=1"), ALL), time.time())
-    assert [step.step for step in prune(saves.root, made).removed] == [1, 2]
+    assert prune_to_last(saves.root)[0] == [1, 2]
 
 
 def test_a_step_that_a_later_run_has_committed_again_is_not_in_the_remote_yet(
@@ -464,13 +466,12 @@ def test_the_policy_of_a_remote_removes_neither_the_newest_nor_a_pinned_step(mac
     one = machine("one")
     saves = one.train("first", 1, 2, 3, 4)
     pin(saves.root, 2)
-    newest = Rules(parse_policy("last=1"), ALL)
     assert prune_remote(saves.root, one.url, Rules(ALL, ALL)).describe() == []
-    done = prune_remote(saves.root, one.url, newest)
+    done = prune_remote(saves.root, one.url, LAST)
     assert [each.step for each in done.removed] == [1, 3]
     assert [step.step for step in Remote(one.url).list_steps()] == [2, 4]
     other = machine("other").start("second", load=False)
-    done = prune_remote(other.root, one.url, newest)
+    done = prune_remote(other.root, one.url, LAST)
     assert (done.removed, done.kept[0][1]) == ((), NOT_OURS)  # it has not sent step 2
 
 

@@ -177,20 +177,6 @@ def test_files_of_other_users_among_the_spare_files_are_not_reused(
     assert not (tmp_path / "one").exists()
 
 
-def test_a_folder_of_spare_files_that_this_user_may_not_change_stops_no_write(
-    tmp_path: Path, step: Path
-) -> None:
-    remove_folder(tmp_path, step, keep=PLENTY)
-    spares = tmp_path / ".trinity_sync/spare"
-    if subprocess.run(["chattr", "+i", spares], check=False).returncode:
-        pytest.skip("nothing is immutable here")
-    try:
-        assert not acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
-    finally:
-        subprocess.run(["chattr", "-i", spares], check=True)
-    assert acquire_spare(tmp_path, tmp_path / "one", WORTHWHILE)
-
-
 @pytest.mark.parametrize("mode", [0o755, 0o744, 0o711])
 def test_a_folder_of_spare_files_that_another_user_has_made_stops_neither_write_nor_removal(
     tmp_path: Path, step: Path, monkeypatch: pytest.MonkeyPatch, mode: int

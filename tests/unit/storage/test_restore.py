@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import textwrap
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.disk import flip_a_byte
-from tests.support.forked import Program
+from tests.support.dying import end_of
 from tests.support.job import Job
 from trinity_sync.errors import CommitError
 from trinity_sync.fs.records import encode_record
@@ -144,26 +143,15 @@ def test_a_folder_of_small_files_leaves_no_note(job: Job, tmp_path: Path) -> Non
 
 
 def test_a_restart_after_a_kill_finds_the_image_in_memory(job: Job) -> None:
-    script = textwrap.dedent(
-        """
-        import os, signal, sys, torch
-        from pathlib import Path
-        from trinity_sync.snapshot.identity import read_identity
-        from trinity_sync.snapshot.spool import JobSpool, open_job_spool
-        from trinity_sync.snapshot.identity import Origin
-        from trinity_sync.snapshot.stager import Stager
-        spool, root = Path(sys.argv[1]), sys.argv[2]
-        save = root, 1, "", 5, "checkpoint", ("actor",), "actor", 0, 1
-        origin = Origin(*save, identity=read_identity(root))
-        Stager(open_job_spool(spool, root)).stage(origin, {"model": {"w": torch.arange(1e5)}})
-        os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    Program(script, job.spool.folder.parent, job.root).end(-signal.SIGKILL)
+    def train() -> None:
+        job.stage(5, {"model": state(5)})
+        signal.raise_signal(signal.SIGKILL)
+
+    assert end_of(train) == -signal.SIGKILL
     job.commit(5)
     restored = load(job, 5)
     assert restored.source == "spool"
-    assert torch.equal(restored.state["w"], torch.arange(1e5))
+    assert torch.equal(restored.state["w"], state(5)["w"])
     job.stage(6, {"model": state(6)})  # and the slots serve the new trainer
     job.commit(6)
     assert load(job, 6).source == "spool"

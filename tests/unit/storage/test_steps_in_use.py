@@ -43,11 +43,17 @@ def committed(job: Job) -> Job:
     return job
 
 
-def test_a_lease_ends_by_itself(committed: Job) -> None:
+@pytest.mark.parametrize("lasts_s", [60, LEASE_S], ids=["its time", "a day if it is torn"])
+def test_a_lease_ends_by_itself_and_keeps_the_step_in_its_name(
+    committed: Job, lasts_s: float
+) -> None:
     with acquire_lease(committed.root, 4, "slow", ttl_s=60) as lease:
+        if lasts_s == LEASE_S:
+            lease.path.write_text(lease.path.read_text().replace('"step": 4', '"step": 5'))
         at = lease.path.stat().st_mtime
-        assert list_leases(committed.root, clock=lambda: at + 59)
-        assert list_leases(committed.root, clock=lambda: at + 61) == []
+        found = list_leases(committed.root, clock=lambda: at + lasts_s - 1)
+        assert [each.step for each in found] == [4]
+        assert list_leases(committed.root, clock=lambda: at + lasts_s + 1) == []
         assert not lease.path.exists()
 
 
@@ -69,16 +75,6 @@ def test_other_files_among_the_leases_keep_no_step_and_stay(committed: Job) -> N
     notes.touch()
     assert list_leases(committed.root) == []
     assert notes.exists()
-
-
-def test_a_torn_lease_keeps_the_step_in_its_name_for_a_day(committed: Job) -> None:
-    lease = acquire_lease(committed.root, 4, "reader", ttl_s=5)
-    lease.path.write_text(lease.path.read_text().replace('"step": 4', '"step": 5'))
-    assert [found.step for found in list_leases(committed.root)] == [4]
-    day = time.time() + LEASE_S
-    assert list_leases(committed.root, clock=lambda: day - 60)
-    assert list_leases(committed.root, clock=lambda: day + 60) == []
-    assert not lease.path.exists()
 
 
 def test_a_node_whose_clock_is_a_day_ahead_ends_no_lease(

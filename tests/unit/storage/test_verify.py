@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import signal
-import textwrap
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from tests.support.command import invoke
 from tests.support.disk import flip_a_byte
-from tests.support.forked import Program
+from tests.support.dying import end_of
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
 from trinity_sync.errors import CommitError, ConfigError, SupersededError
@@ -178,8 +178,7 @@ def test_an_error_of_the_reader_marks_no_file(job: Job) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     save(job, 1)
-    shard = step_folder(job.root, 1) / "actor/model_world_size_1_rank_0.pt"
-    with when_opened(shard, too_many), pytest.raises(ConfigError, match="says nothing about the"):
+    with when_opened(shard(job, 1), too_many), pytest.raises(ConfigError, match="says nothing"):
         verify(job, newest=1)
     assert not list(job.root.glob("*/corrupted.json"))
 
@@ -295,20 +294,15 @@ def test_files_that_were_replaced_while_they_were_read_are_not_judged(job: Job) 
     assert states(judge_steps(checked)) == {2: "replaced"}
 
 
-def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(job: Job) -> None:
+def test_a_kill_between_mark_and_pointer_is_made_good_by_the_next_look(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(job, 1, 2)
     flip_a_byte(shard(job, 2), -2000)
-    script = textwrap.dedent(
-        f"""
-        import os, signal
-        from trinity_sync.storage import verify
-        def die(*_):
-            os.kill(os.getpid(), signal.SIGKILL)
-        verify.repair_latest_pointer = die
-        verify.judge_steps(verify.check_files(verify.choose_files({str(job.root)!r}, step=2)))
-        """
-    )
-    Program(script).end(-signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        die = partial(signal.raise_signal, signal.SIGKILL)
+        patch.setattr(verification, "repair_latest_pointer", lambda *_: die())
+        assert end_of(lambda: verify(job, step=2)) == -signal.SIGKILL
     assert pointers(job) == (2, 2)
     assert find_newest(job.root).step == 1  # the manifests say so at every instant
     with acquire_commit_lock(job.root):
