@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ from fsspec.core import url_to_fs
 from s3fs import S3FileSystem
 
 from tests.support.disk import flip_a_byte, noted_syncs
+from tests.support.dying import end_of
 from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.steps import commit_files
@@ -62,6 +64,9 @@ def state(value: float) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def commit(job: Job) -> Callable[..., Job]:
     def commit(step: int, *, run: int = 1, value: float | None = None) -> Job:
+        """Commit a step, of run 2 in the place of run 1's after a start that loads nothing."""
+        for key in ("first", "second") if run == 2 else ():
+            open_run(job.root, key, 0)
         states = {"model": state(step if value is None else value), "optim": state(0)}
         job.stage(step, states, run=run)
         job.commit(step, "model", "optim", run=run)
@@ -93,27 +98,25 @@ def test_a_copy_is_the_step_file_by_file_and_back_again(
     assert not fetch(any_url, 4, back)[1]
 
 
-KILLED_BEFORE_A_SYNC = """
-import os, signal, stat, sys
-from trinity_sync.remote.download import fetch
-sync = os.fsync
-def die(fd):
-    if os.fstat(fd).st_size > 10_000 and not stat.S_ISDIR(os.fstat(fd).st_mode):  # a shard
-        os.kill(os.getpid(), signal.SIGKILL)
-    sync(fd)
-os.fsync = die
-fetch(sys.argv[1], 4, sys.argv[2], parallel=1)
-"""
-
-
 @pytest.mark.parametrize("ends", ["killed", "Input/output error"])
 def test_a_pull_commits_no_file_that_one_before_it_did_not_sync(
-    commit: Callable[..., Job], url: str, tmp_path: Path, ends: str
+    commit: Callable[..., Job],
+    url: str,
+    tmp_path: Path,
+    ends: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replicate(commit(4).root, url, 4)
-    back, before = tmp_path / "back", set[int]()
+    back, before, sync = tmp_path / "back", set[int](), os.fsync
+
+    def die(fd: int) -> None:
+        is_shard = "_world_size_" in Path(f"/proc/self/fd/{fd}").resolve().name
+        signal.raise_signal(signal.SIGKILL) if is_shard else sync(fd)
+
     if ends == "killed":
-        Program(KILLED_BEFORE_A_SYNC, url, back).end(-signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", die)
+            assert end_of(lambda: fetch(url, 4, back, parallel=1)) == -signal.SIGKILL
     else:
         with noted_syncs(failing="model_world") as before, pytest.raises(OSError, match=ends):
             fetch(url, 4, back)
@@ -124,20 +127,15 @@ def test_a_pull_commits_no_file_that_one_before_it_did_not_sync(
     assert {path.stat().st_ino for path in files} <= durable | before
 
 
-KILLED_BEFORE_THE_POINTERS = """
-import os, signal, sys
-from trinity_sync.remote import download
-download.update_latest_pointers = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-download.fetch(sys.argv[1], 4, sys.argv[2])
-"""
-
-
 def test_a_pull_that_died_after_its_commit_has_its_pointers_after_the_next(
-    commit: Callable[..., Job], url: str, tmp_path: Path
+    commit: Callable[..., Job], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replicate(commit(4).root, url, 4)
     back = tmp_path / "back"
-    Program(KILLED_BEFORE_THE_POINTERS, url, back).end(-signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        patch.setattr(download, "update_latest_pointers", lambda *_: 1 / 0)  # it dies there
+        with pytest.raises(ZeroDivisionError):
+            fetch(url, 4, back)
     assert find_newest(back) == read_manifest(back, 4)
     assert read_latest_pointer(back, "checkpoint") is None
     assert not fetch(url, 4, back)[1]
@@ -245,11 +243,8 @@ def test_a_file_that_differs_now_is_not_written_into_the_one_that_it_equaled(
 
 KILLED = """
 import os, signal, sys
-from trinity_sync.remote.prune import prune_remote
 from trinity_sync.remote.remote_root import Remote
 from trinity_sync.remote.upload import replicate
-from trinity_sync.retention.removal import Rules
-from trinity_sync.retention.policies import ALL, parse_policy
 note = Remote.record_upload
 def note_and_die(self, step, record):
     note(self, step, record)
@@ -263,17 +258,18 @@ def kill_after_the_first_file(job: Job, url: str) -> None:
     Program(KILLED, job.root, url).end(-signal.SIGKILL)
 
 
+@pytest.mark.parametrize("altered", [False, True], ids=["goes on", "sends what has changed since"])
 def test_a_killed_upload_is_not_committed_and_resumes(
-    commit: Callable[..., Job], any_url: str
+    commit: Callable[..., Job], any_url: str, altered: bool
 ) -> None:
-    job = commit(4)
+    job, remote = commit(4), Remote(any_url)
     kill_after_the_first_file(job, any_url)
-    assert [(step.step, step.state) for step in Remote(any_url).list_steps()] == [
-        (4, "not committed")
-    ]
-    assert replicate(job.root, any_url, 4).uploaded == 1
-    assert Remote(any_url).read_step(4).state == "valid"
-    assert not any(UPLOADED in name for name in Remote(any_url).list_file_sizes(4))
+    assert [(step.step, step.state) for step in remote.list_steps()] == [(4, "not committed")]
+    if altered:
+        remote.write_file(4, file_of(4), bytes(remote.list_file_sizes(4)[file_of(4)]))
+    assert replicate(job.root, any_url, 4).uploaded == 1 + altered
+    assert remote.read_step(4).state == "valid"
+    assert not any(UPLOADED in name for name in remote.list_file_sizes(4))
 
 
 def test_the_copy_of_a_step_brings_those_that_the_jobs_remote_lacks(
@@ -317,26 +313,19 @@ def test_a_second_upload_of_a_step_waits_for_the_first_and_writes_no_file_again(
     assert {path: path.stat().st_ino for path in written} == written
 
 
-def test_a_file_that_was_written_over_since_is_sent_again(
-    commit: Callable[..., Job], any_url: str
-) -> None:
-    job = commit(4)
-    kill_after_the_first_file(job, any_url)
-    size = read_manifest(job.root, 4).find_file(file_of(4)).nbytes
-    Remote(any_url).write_file(4, file_of(4), b"x" * size)
-    assert replicate(job.root, any_url, 4).uploaded == 2
-
-
+@pytest.mark.parametrize("killed", [False, True], ids=["at once", "after a kill"])
 def test_a_step_that_a_later_run_committed_again_replaces_the_old_copy(
-    commit: Callable[..., Job], url: str, tmp_path: Path
+    commit: Callable[..., Job], any_url: str, tmp_path: Path, killed: bool
 ) -> None:
     job = commit(4)
-    replicate(job.root, url, 4)
-    open_run(job.root, "first", 0)
-    open_run(job.root, "second", 0)
+    replicate(job.root, any_url, 4)
     commit(4, run=2, value=-4)
-    assert replicate(job.root, url, 4).uploaded == 1  # the optimizer's file is the same
-    fetch(url, 4, tmp_path / "back")
+    if killed:  # it is not committed meanwhile
+        kill_after_the_first_file(job, any_url)
+        assert Remote(any_url).read_step(4).state == "not committed"
+    assert replicate(job.root, any_url, 4).uploaded == 1  # the optimizer's file is the same
+    assert Remote(any_url).read_step(4).manifest == read_manifest(job.root, 4)
+    fetch(any_url, 4, tmp_path / "back")
     again = load_states(tmp_path / "back", 4, "actor")["model"]["w"]
     assert torch.equal(again, state(-4)["w"])
     assert open_run(tmp_path / "back", "resumed", 4).number == 3
@@ -361,20 +350,6 @@ def test_a_copy_has_no_file_that_an_earlier_commit_of_the_step_had(
     fetch(any_url, 4, back)
     found = {each.relative_to(back).as_posix() for each in back.glob("global_step_4/actor/*")}
     assert found == {f"global_step_4/{each.path}" for each in manifest.files}
-
-
-def test_a_copy_that_is_replaced_is_not_committed_meanwhile(
-    commit: Callable[..., Job], any_url: str
-) -> None:
-    job = commit(4)
-    replicate(job.root, any_url, 4)
-    for key in ("first", "second"):
-        open_run(job.root, key, 0)
-    commit(4, run=2, value=-4)
-    kill_after_the_first_file(job, any_url)
-    assert Remote(any_url).read_step(4).state == "not committed"
-    assert replicate(job.root, any_url, 4).uploaded == 1  # as the optimizer's file is the same
-    assert Remote(any_url).read_step(4).manifest == read_manifest(job.root, 4)
 
 
 @pytest.mark.parametrize("before", ["nothing", "fewer files"])
@@ -414,8 +389,6 @@ def copied_by_an_earlier_run(commit: Callable[..., Job], url: str) -> Iterator[P
     job = commit(4)
     replicate(job.root, url, 4)
     good = Remote(url).read_step(4)
-    for key in ("first", "second"):
-        open_run(job.root, key, 0)
     commit(4, run=2, value=-4)
     yield job.root
     assert Remote(url).read_step(4) == good
@@ -577,8 +550,6 @@ def test_a_copy_never_takes_the_place_of_another_step_nor_that_of_an_earlier_run
     with pytest.raises(CommitError, match="Move it away"):
         fetch(url, 4, job.root)
     assert read_manifest(job.root, 4) == before
-    for key in ("first", "second"):
-        open_run(job.root, key, 0)
     commit(4, run=2, value=-4)
     mine = read_manifest(job.root, 4)
     with pytest.raises(CommitError, match="is not the step of the remote"):
@@ -717,8 +688,6 @@ def test_a_step_of_a_later_run_is_not_replaced_by_that_of_an_earlier_one(
 ) -> None:
     job = commit(20)
     shutil.copytree(job.root / "global_step_20", tmp_path / "of run 1")
-    for key in ("first", "second"):
-        open_run(job.root, key, 0)
     commit(20, run=2, value=-1)
     replicate(job.root, url, 20)
     there = Remote(url).read_step(20)

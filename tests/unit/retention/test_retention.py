@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import environment
-from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from tests.support.meanwhile import not_listed
@@ -160,34 +159,47 @@ def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) ->
 
 
 FIRST, SECOND = begins("first", 0), begins("second", 10)
-HISTORIES: dict[str, tuple[list[Event], tuple[str, str], list[int], int]] = {
+
+
+def rolled_back(root: Path, *, best: int = 0) -> None:
+    """A training that went back from step 50 to 20, and has committed step 25 since."""
+    open_run(root, "first", 0)
+    for step in (10, 20, 30, 40, 50):
+        commit_files(root, step)
+        write_metrics(root, 1, step, {"reward": float(step == best)})
+    commit_files(root, 51, kind="state_dict")
+    open_run(root, "second", 20, resumed_run=1)
+    commit_files(root, 25, run=2)
+    write_metrics(root, 2, 25, {"reward": -1.0})
+
+
+HISTORIES: dict[str, tuple[Any, ...]] = {
+    # what has happened, the steps that are left, the newest of them, and policies
     "checkpoints and syncs are judged apart": (
         [commits(1, 2, 3, 5, 6, 7, kind="state_dict"), commits(4, 8)],
-        ("all", "last=2"),
         [4, 6, 7, 8],
         8,
+        "all",
     ),
     "the newest step of each kind stays": (
         [commits(10, 20), commits(30, 40, kind="state_dict")],
-        ("last=1", "last=1"),
         [20, 40],
         20,
+        "last=1",
+        "last=1",
     ),
     "what a training resumes from stays though older runs went further": (
         [commits(10, 20, 30), FIRST, SECOND, commits(20, run=2)],
-        ("last=1", "last=2"),
         [20],
         20,
     ),
     "the step that a run resumed from stays until it has a checkpoint": (
         [FIRST, commits(10, 20, 30), SECOND, commits(12, run=2, kind="state_dict")],
-        ("last=1", "last=2"),
         [10, 12, 30],  # 30 is superseded, and the newest until then
         30,
     ),
     "a corrupted step is no successor and is left to people": (
         [commits(1, 2, 3), tears(3)],
-        ("last=1", "last=2"),
         [2, 3],
         2,
     ),
@@ -198,17 +210,27 @@ HISTORIES: dict[str, tuple[list[Event], tuple[str, str], list[int], int]] = {
             lambda root: (root / "global_step_2/manifest.json").write_text("{torn"),
             commits(3, 4),
         ],
-        ("last=1", "last=2"),
         [1, 2, 4],
         4,
     ),
-    "a lone step needs no policy to stay": ([commits(1)], ("every=100", "last=2"), [1], 1),
+    "a lone step needs no policy to stay": ([commits(1)], [1], 1, "every=100"),
+    "superseded steps go though the newest is corrupted and its base stays": (
+        [rolled_back, tears(25)],
+        [20, 25],
+        20,
+    ),
+    "what an abandoned run superseded counts again for a run that continues it": (
+        [rolled_back, begins("third", 50, resumed_run=1), commits(60, run=3)],
+        [50, 60],
+        60,
+        "last=2",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", HISTORIES)
 def test_what_a_resume_or_a_reader_needs_stays_and_the_rest_goes(root: Path, name: str) -> None:
-    history, policies, left, newest = HISTORIES[name]
+    history, left, newest, *policies = HISTORIES[name]
     for event in history:
         event(root)
     prune(root, *policies)
@@ -225,16 +247,14 @@ def begun_again(root: Path) -> None:
     commit(root, 10, 20, 30, 40, run=2)
 
 
-def test_a_training_that_loaded_nothing_removes_no_step_of_the_one_before(root: Path) -> None:
+def test_a_training_that_loaded_nothing_leaves_the_one_before_to_the_policy_of_quarantine(
+    root: Path,
+) -> None:
     begun_again(root)
     assert numbers(prune(root, "last=3", "last=1").removed) == [10]
     assert steps_on_disk(root) == [20, 30, 40, 8000, 9000, 10000, 10001]
     reasons = {each.step: why for each, why in planned(root).kept}
     assert reasons[8000] == "all are kept (steps superseded by a run that began at step 0)"
-
-
-def test_superseded_steps_are_removed_by_the_policy_of_quarantine(root: Path) -> None:
-    begun_again(root)
     policies = Rules(parse_policy("last=3"), parse_policy("last=1"), parse_policy("last=1"))
     drive(root, plan_prune(root, policies, now=2e9))
     assert steps_on_disk(root) == [20, 30, 40, 10001]
@@ -256,18 +276,6 @@ def test_a_training_that_goes_on_from_the_one_before_counts_its_steps_again(
     assert (40 in there) == (how == "loaded")  # of the training that it did not go on from
 
 
-def rolled_back(root: Path, *, best: int = 0) -> None:
-    """A training that went back from step 50 to 20, and has committed step 25 since."""
-    open_run(root, "first", 0)
-    for step in (10, 20, 30, 40, 50):
-        commit_files(root, step)
-        write_metrics(root, 1, step, {"reward": float(step == best)})
-    commit_files(root, 51, kind="state_dict")
-    open_run(root, "second", 20, resumed_run=1)
-    commit_files(root, 25, run=2)
-    write_metrics(root, 2, 25, {"reward": -1.0})
-
-
 @pytest.mark.parametrize(
     ("policy", "left"),
     [
@@ -285,24 +293,6 @@ def test_superseded_steps_count_neither_as_last_nor_as_best(
     rolled_back(root, best=40 if left != [10, 25] else 10)
     prune(root, policy)
     assert steps_on_disk(root) == left
-
-
-def test_superseded_steps_go_though_the_newest_is_corrupted_and_its_base_stays(root: Path) -> None:
-    rolled_back(root)
-    tears(25)(root)
-    prune(root)
-    assert steps_on_disk(root) == [20, 25]
-    assert find_newest(root).step == 20
-
-
-def test_what_an_abandoned_run_superseded_counts_again_for_a_run_that_continues_it(
-    root: Path,
-) -> None:
-    rolled_back(root)
-    open_run(root, "third", 50, resumed_run=1)
-    commit_files(root, 60, run=3)
-    prune(root, "last=2")
-    assert steps_on_disk(root) == [50, 60]
 
 
 def test_a_policy_of_quarantine_counts_from_when_another_training_began(root: Path) -> None:
@@ -370,13 +360,15 @@ def test_a_training_that_was_rewound_keeps_its_steps_without_the_one_that_it_wen
     assert {each.step: each.superseded_by for each in there} == {8000: 0, 9000: 0, 10500: 0}
 
 
-def test_a_step_with_a_pending_export_is_kept(root: Path) -> None:
-    for step in (10, 20, 30):
-        commit_files(root, step, at=time.time(), exports={"actor": "hf_model"})
+def test_a_step_with_a_pending_export_is_kept_for_a_day_unless_that_has_failed(root: Path) -> None:
+    for step in (5, 10, 20, 30):
+        at = time.time() - EXPORT_HOLDS_S * (step == 5)
+        commit_files(root, step, at=at, exports={"actor": "hf_model"})
     requested = require_committed(root, 10)
     for step in (10, 20):
         fail_export_request(root, 1, step, "actor")
     plan_before = planned(root)
+    assert numbers(plan_before.removed) == [5, 10, 20]
     write_manifest(root, requested)
     done = drive(root, plan_before)
     assert spared(done) == {10: "the export of the model of actor is pending"}
@@ -384,16 +376,6 @@ def test_a_step_with_a_pending_export_is_kept(root: Path) -> None:
     exported = FileRecord("actor/huggingface/model.safetensors", 1, "", "actor", "hf_model")
     (root / "global_step_10" / exported.path).write_bytes(b"x")
     write_manifest(root, replace(requested, files=(*requested.files, exported)))
-    prune(root)
-    assert steps_on_disk(root) == [30]
-
-
-def test_a_failed_or_missing_export_does_not_keep_its_step(root: Path) -> None:
-    now = time.time()
-    for step in (10, 20, 30):
-        at = now - EXPORT_HOLDS_S if step == 10 else now
-        commit_files(root, step, at=at, exports={"actor": "hf_model"})
-    fail_export_request(root, 1, 20, "actor")
     prune(root)
     assert steps_on_disk(root) == [30]
 
@@ -570,43 +552,12 @@ def test_a_torn_status_of_a_function_keeps_its_own_step_only(job: Job) -> None:
     assert numbers(prune(job.root, spool=job.spool.folder.parent).removed) == [2]
 
 
-def test_large_files_of_one_step_are_kept_for_reuse(root: Path) -> None:
+@pytest.mark.parametrize("recycle", [True, False])
+def test_large_files_of_one_step_are_kept_for_block_reuse_alone(root: Path, recycle: bool) -> None:
     commit(root, 1, 2, 3, 4, nbytes=2 * WORTHWHILE)
-    prune(root)
-    assert len(list(root.glob(SPARE_PATTERN))) == 1
-    assert acquire_spare(root, root / "next", WORTHWHILE)
-
-
-def test_without_block_reuse_all_space_is_freed(root: Path) -> None:
-    commit(root, 1, 2, nbytes=2 * WORTHWHILE)
-    drive(root, planned(root), recycle=False)
-    assert list(root.glob(SPARE_PATTERN)) == []
-
-
-# crashes
-
-
-def history(root: Path) -> Path:
-    root.mkdir()
-    commit(root, 1, 2, 3, nbytes=WORTHWHILE)
-    return root
-
-
-def test_a_killed_prune_leaves_complete_steps_or_none(tmp_path: Path) -> None:
-    whole = history(tmp_path / "whole")
-    changes = in_a_process(lambda: prune(whole, "last=1"), tmp_path)
-    assert changes > 10
-    for moment in range(1, changes + 1):
-        root = history(tmp_path / str(moment))
-        in_a_process(lambda root=root: prune(root, "last=1"), tmp_path, die_before=moment)
-        for step in steps_on_disk(root):
-            require_committed(root, step)
-        assert find_newest(root).step == 3
-        prune(root)
-        assert steps_on_disk(root) == [3]
-        assert list((root / ".trinity_sync/trash").iterdir()) == []
-        for spare in root.glob(SPARE_PATTERN):
-            assert spare.stat().st_nlink == 1
+    drive(root, planned(root), recycle=recycle)
+    assert len(list(root.glob(SPARE_PATTERN))) == recycle
+    assert acquire_spare(root, root / "next", WORTHWHILE) == recycle
 
 
 def test_the_removal_of_a_step_leaves_the_metrics_that_a_later_run_recorded_for_it(

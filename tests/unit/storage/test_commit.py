@@ -152,17 +152,6 @@ def test_a_sync_and_a_checkpoint_write_the_model_once_and_a_retry_leaves_the_man
     assert read_latest_pointer(job.root, "checkpoint") == 3
 
 
-def test_values_that_a_step_has_had_already_are_warned_of_once(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    job.stage(3, {"model": {"w": torch.tensor([torch.nan])}}, kind="state_dict")
-    job.stage(3, {"optim": state(2)}, also=("model",))
-    job.commit(3, kind="state_dict")
-    both = job.commit(3, "model", "optim")
-    assert caplog.text.count("non-finite value in actor/model") == 1
-    assert len(both.alarms) == 1
-
-
 @pytest.mark.parametrize("kind", ["state_dict", "checkpoint"])
 def test_what_is_submitted_again_with_other_values_is_refused(job: Job, kind: Kind) -> None:
     job.commit_states(3, {"model": state(1)}, kind=kind)
@@ -197,22 +186,6 @@ def test_images_of_two_submissions_are_not_committed_together(job: Job) -> None:
     assert find_newest(job.root) is None
 
 
-def test_an_image_that_comes_late_with_the_same_content_joins_the_commit(
-    job: Job, tmp_path: Path
-) -> None:
-    (metadata := tmp_path / "meta").mkdir()
-    (metadata / "config.json").write_text("{}")
-    job.stage(3, {"model": state(1)}, metadata=metadata)
-    written = job.persist(3, "model", "metadata")
-    commit(job.save(3), written)
-    job.stagers.pop(0).close()
-    job.stage(3, {"model": state(1)}, metadata=metadata)
-    images = {sealed.ticket.image for sealed in job.spool.tickets()[0]}
-    free_committed_slots(job.spool, job.save(3), written)
-    assert job.spool.tickets() == ([], [])
-    assert images <= require_committed(job.root, 3).images
-
-
 def test_an_image_that_comes_late_is_not_judged_by_a_manifest_that_cannot_be_read(job: Job) -> None:
     job.stage(3, {"model": state(1)}, export="hf_model")
     written = job.persist(3)
@@ -231,47 +204,41 @@ def test_an_image_that_comes_late_is_not_judged_by_a_manifest_that_cannot_be_rea
     assert job.spool.tickets() == ([], [])
 
 
-def test_an_image_of_several_files_that_comes_late_joins_only_if_all_are_equal(
-    job: Job, tmp_path: Path
+@pytest.mark.parametrize("second", ["{}", "[]"], ids=["equal", "one differs"])
+def test_images_that_come_late_join_the_commit_if_all_their_files_are_equal(
+    job: Job, tmp_path: Path, second: str
 ) -> None:
-    metadata = tmp_path / "meta"
-    metadata.mkdir()
+    (metadata := tmp_path / "meta").mkdir()
     for name in ("config.json", "tokenizer.json"):
         (metadata / name).write_text("{}")
     job.stage(3, {"model": state(1)}, metadata=metadata)
     committed = job.commit(3, "model", "metadata")
     job.stagers.pop(0).close()
-    (metadata / "tokenizer.json").write_text("[]")
+    (metadata / "tokenizer.json").write_text(second)
     job.stage(3, {"model": state(1)}, metadata=metadata)
+    images = {sealed.ticket.component: sealed.ticket.image for sealed in job.spool.tickets()[0]}
     free_committed_slots(job.spool, job.save(3), [])
-    ((late,), _) = job.spool.tickets()
-    assert (late.ticket.component, late.failed) == ("metadata", True)
-    assert late.ticket.image not in require_committed(job.root, 3).images
-    files = {record.path: record.digest for record in require_committed(job.root, 3).files}
-    assert files == {record.path: record.digest for record in committed.files}
+    now, late = require_committed(job.root, 3), job.spool.tickets()[0]
+    failed = ["metadata"] if second == "[]" else []
+    assert [(each.ticket.component, each.failed) for each in late] == [(n, True) for n in failed]
+    assert [name for name, image in images.items() if image not in now.images] == failed
+    digests = [{file.path: file.digest for file in each.files} for each in (now, committed)]
+    assert digests[0] == digests[1]
 
 
-def test_of_two_attempts_at_a_time_one_commits_and_the_other_finds_it(job: Job) -> None:
+def test_of_attempts_at_a_time_one_commits_another_finds_it_and_the_rest_leave_nothing(
+    job: Job,
+) -> None:
     job.world_size = 2
     for rank in (0, 1):
         job.stage(3, {"model": state(rank)}, rank=rank)
-    first, second = job.persist(3), job.persist(3)
+    first, second, failed, _died = (job.persist(3) for _ in range(4))
+    remove_files(Path(each.temporary) for each in failed)
     commit(job.save(3), first)
     commit(job.save(3), second)
     manifest = require_committed(job.root, 3)
     for record, file in zip(manifest.files, first, strict=True):
         assert (folder(job, 3) / record.path).stat().st_ino == file.identity[0]
-    assert not list(folder(job, 3).rglob("*.tmp"))
-
-
-def test_a_failed_attempt_leaves_the_files_of_the_other_and_those_of_a_dead_one_are_removed(
-    job: Job,
-) -> None:
-    job.stage(3, {"model": state(3)})
-    first, second, _ = (job.persist(3) for _ in range(3))
-    remove_files(Path(each.temporary) for each in second)
-    commit(job.save(3), first)
-    require_committed(job.root, 3)
     assert not list(folder(job, 3).rglob("*.tmp"))
 
 
@@ -534,24 +501,23 @@ def test_an_empty_or_torn_latest_pointer_is_repaired_by_the_next_commit(
     assert read_latest_pointer(job.root, "checkpoint") == 5
 
 
-def test_a_torn_manifest_does_not_count_and_can_be_committed_over(job: Job) -> None:
+@pytest.mark.parametrize("left", ["a torn manifest", "the mark of a corrupted step"])
+def test_what_is_left_of_a_step_does_not_count_and_can_be_committed_over(
+    job: Job, left: str
+) -> None:
     for step in (4, 5):
         job.commit_states(step, {"model": state(step)})
     path = folder(job, 5) / "manifest.json"
-    path.write_text(path.read_text()[:100])
-    with pytest.raises(ManifestError, match="torn"):
-        read_manifest(job.root, 5)
+    if left == "a torn manifest":
+        path.write_text(path.read_text()[:100])
+        with pytest.raises(ManifestError, match="torn"):
+            read_manifest(job.root, 5)
+    else:
+        mark_corrupted(job.root, 5, Corruption({"actor": "was"}, 1.0))
+        path.unlink()
     assert find_newest(job.root).step == 4
     job.commit_states(5, {"model": state(5)})
     assert find_newest(job.root).step == 5
-
-
-def test_the_mark_of_a_corrupted_step_is_none_of_a_commit_that_finds_no_manifest(job: Job) -> None:
-    job.commit_states(4, {"model": state(4)})
-    mark_corrupted(job.root, 4, Corruption({"actor": "was"}, 1.0))
-    (folder(job, 4) / "manifest.json").unlink()
-    job.commit_states(4, {"model": state(4)})
-    assert require_committed(job.root, 4).step == 4
 
 
 def test_a_failure_after_the_commit_removes_no_file_of_it(job: Job) -> None:

@@ -264,8 +264,7 @@ def test_a_commit_that_dies_before_any_change_of_a_name_is_done_or_not(
 
 
 def read(job: Job, step: int) -> Manifest:
-    manifest = read_manifest(job.root, step)
-    return manifest
+    return read_manifest(job.root, step)
 
 
 def save(job: Job, step: int, *, kind: Any = "checkpoint", **states: float) -> Manifest:
@@ -302,11 +301,14 @@ def test_an_optimizer_is_compared_with_the_last_checkpoint_although_weights_were
     ]
 
 
-def test_the_checkpoint_of_a_synced_step_says_what_the_sync_said_of_its_weights(job: Job) -> None:
+def test_the_checkpoint_of_a_synced_step_says_what_the_sync_said_of_its_weights(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     save(job, 1, model=1)
     save(job, 2, kind="state_dict", model=1)
     found = save(job, 2, model=1, optim=2)
     assert found.alarms == ["actor/model has not changed since step 1"]
+    assert caplog.text.count("has not changed") == 1  # the log had it already
 
 
 def test_a_step_that_is_committed_late_is_not_compared_with_a_later_one(job: Job) -> None:
@@ -314,12 +316,21 @@ def test_a_step_that_is_committed_late_is_not_compared_with_a_later_one(job: Job
     assert not save(job, 1, model=1).alarms
 
 
-def test_the_files_of_dcp_are_compared(job: Job) -> None:
+@pytest.mark.parametrize(
+    ("component", "make"),
+    [
+        ("dcp", lambda: LaidOut("__0_0.distcp", *lay_out({"w": torch.full((50,), 1.0)}))),
+        ("model", lambda: {"w": torch.arange(9)}),
+    ],
+    ids=["files of DCP", "whole numbers"],
+)
+def test_weights_of_any_form_are_compared(
+    job: Job, component: str, make: Callable[[], Any]
+) -> None:
     for step in (1, 2):
-        layout, storages = lay_out({"w": torch.full((50,), 1.0)})
-        job.commit_states(step, {"dcp": LaidOut("__0_0.distcp", layout, storages)})
+        job.commit_states(step, {component: make()})
     assert not read(job, 1).alarms
-    assert read(job, 2).alarms == ["actor/dcp has not changed since step 1"]
+    assert read(job, 2).alarms == [f"actor/{component} has not changed since step 1"]
 
 
 def test_a_part_is_unchanged_only_if_it_is_so_on_all_ranks(job: Job) -> None:
@@ -338,12 +349,6 @@ def test_a_manifest_without_health_is_read_and_its_step_counts_as_healthy(job: J
     files = tuple(replace(file, health=None) for file in manifest.files)
     text = encode_manifest(replace(manifest, files=files))
     assert parse_manifest(text, "manifest.json", 1).alarms == []
-
-
-def test_weights_of_whole_numbers_are_compared_as_well(job: Job) -> None:
-    for step in (1, 2):
-        job.commit_states(step, {"model": {"w": torch.arange(9)}})
-    assert read(job, 2).alarms == ["actor/model has not changed since step 1"]
 
 
 STATE: Mapping[str, Any] = {"model": {"w": torch.zeros(9)}, "optim": {"w": torch.ones(9)}}

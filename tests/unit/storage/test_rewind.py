@@ -1,6 +1,6 @@
 """An earlier step becomes the newest; there is one to resume from at every instant."""
 
-import signal
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.forked import Program
+from tests.support.dying import in_a_process
 from tests.support.job import Job
 from tests.support.leases import acquire_lease
 from trinity_sync.errors import CommitError, StepInUseError, SupersededError
@@ -55,7 +55,9 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("global_step_*"))
 
 
-def test_the_step_is_the_newest_and_later_steps_are_quarantined(trained: Job) -> None:
+def test_the_step_is_the_newest_and_later_steps_are_quarantined_until_they_are_renamed_back(
+    trained: Job,
+) -> None:
     before = {step: files(trained.root / f"global_step_{step}") for step in (20, 30)}
     done = rewind(trained.root, 10)
     assert find_newest(trained.root).step == 10
@@ -64,13 +66,13 @@ def test_the_step_is_the_newest_and_later_steps_are_quarantined(trained: Job) ->
     assert read_latest_pointer(trained.root, "state_dict") == 10
     assert done.quarantined == (30, 20)
     assert {step: files(done.folder / f"global_step_{step}") for step in (20, 30)} == before
-
-
-def test_a_save_in_flight_beyond_the_step_is_refused(trained: Job) -> None:
-    rewind(trained.root, 20)
+    (done.folder / "global_step_30").rename(trained.root / "global_step_30")
+    assert find_newest(trained.root).step == 30
+    assert rewind(trained.root, 30).quarantined == ()
+    assert read_latest_pointer(trained.root, "checkpoint") == 30
     with pytest.raises(SupersededError, match="step 40 of run 1"):
-        trained.commit(40)
-    assert find_newest(trained.root).step == 20
+        trained.commit(40)  # which was in flight
+    assert find_newest(trained.root).step == 30
 
 
 def test_steps_of_later_runs_count_as_newer_whatever_their_number(trained: Job) -> None:
@@ -107,14 +109,6 @@ def test_going_back_to_a_sync_leaves_the_checkpoint_before_it_or_none(trained: J
     assert read_latest_pointer(trained.root, "checkpoint") is None
     assert find_newest(trained.root) is None
     assert find_newest(trained.root, "state_dict").step == 5
-
-
-def test_renamed_back_a_step_counts_again(trained: Job) -> None:
-    done = rewind(trained.root, 20)
-    (done.folder / "global_step_30").rename(trained.root / "global_step_30")
-    assert find_newest(trained.root).step == 30
-    assert rewind(trained.root, 30).quarantined == ()
-    assert read_latest_pointer(trained.root, "checkpoint") == 30
 
 
 def test_a_step_that_is_not_committed_or_corrupted_changes_nothing(trained: Job) -> None:
@@ -176,44 +170,21 @@ def test_steps_stay_in_quarantine_until_a_policy_removes_them(trained: Job) -> N
     assert find_newest(trained.root).step == 10
 
 
-DIE = """
-import os, signal, sys
-from pathlib import Path
-from benchmarks.path_calls import follow_fd
-root, left = Path(sys.argv[1]), int(sys.argv[2])
-def count(event, arguments):
-    global left
-    if event in ("os.rename", "os.link") and str(root) in follow_fd(str(arguments[0])):
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-sys.addaudithook(count)
-from trinity_sync.storage.rewind import rewind
-rewind(root, 10)
-"""
-
-
-@pytest.mark.parametrize(
-    ("instant", "latest", "pointed_at"),
-    [
-        (0, 30, 30),  # before the run record
-        (1, 30, 30),  # before the first iteration file
-        (2, 30, 10),  # before the second one
-        (3, 30, 10),  # before step 20 is quarantined
-        (4, 30, 10),  # before step 30 is
-    ],
-)
 def test_killed_at_any_instant_it_can_be_resumed_from_and_finished(
-    trained: Job, instant: int, latest: int, pointed_at: int
+    trained: Job, tmp_path: Path
 ) -> None:
-    Program(DIE, trained.root, instant).end(-signal.SIGKILL)
-    assert find_newest(trained.root).step == latest
-    assert read_latest_pointer(trained.root, "checkpoint") == pointed_at
-    for step in (latest, pointed_at):
-        require_committed(trained.root, step)
-
-    rewind(trained.root, 10)
-    assert find_newest(trained.root).step == read_latest_pointer(trained.root, "checkpoint") == 10
-    assert find_newest_run(trained.root).number == 2
-    aside = {path.name for path in trained.root.glob(".trinity_sync/quarantine/*/*")}
-    assert aside == {"global_step_20", "global_step_30"}
+    seen, done = list[tuple[int, int | None, int]](), False
+    while not done:
+        root = shutil.copytree(trained.root, tmp_path / f"dies before {len(seen) + 1}")
+        in_a_process(lambda root=root: rewind(root, 10), tmp_path, die_before=len(seen) + 1)
+        done = not (root / "global_step_30").exists()
+        run, pointed_at = find_newest_run(root), read_latest_pointer(root, "checkpoint")
+        seen.append((run.number, pointed_at, find_newest(root).step))
+        require_committed(root, pointed_at)
+        rewind(root, 10)
+        assert find_newest(root).step == read_latest_pointer(root, "checkpoint") == 10
+        assert find_newest_run(root).number == 2
+        aside = {path.name for path in root.glob(".trinity_sync/quarantine/*/*")}
+        assert aside == {"global_step_20", "global_step_30"}
+    # the record of the run, then the pointers, then the steps, the newest at last
+    assert [*dict.fromkeys(seen)] == [(2, 30, 30), (2, 10, 30), (2, 10, 10)]
