@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, T5Config
+from transformers import AutoModelForCausalLM, T5Config
 
 from tests.support.disk import flip_a_byte
 from tests.support.dying import end_of, in_a_process
 from tests.support.job import Job
 from tests.support.meanwhile import when_opened
-from tests.support.models import configure, tiny
+from tests.support.models import tiny
 from tests.unit.formats.test_weight_folder import same
 from tests.unit.tensors.test_deserialize import anonymous_memory
 from trinity_sync.errors import CommitError, ConfigError, ExportError
@@ -183,42 +183,6 @@ def test_files_stay_below_their_size_and_an_index_names_them(
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert same(loaded.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("kind", ["tied weights", "experts"])
-def test_weights_are_written_as_save_pretrained_does(
-    job: Job, commit: Commit, tmp_path: Path, kind: str
-) -> None:
-    """Tied ones once; experts one by one, which transformers fuses while it loads a model."""
-    model = tiny(tied=True)
-    if kind == "experts":
-        experts = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
-        size = {"inner": 24, "layers": 2, "key_heads": 1, "head_dim": 8}
-        config = configure(Qwen3MoeConfig, 17, 16, **size, **experts)
-        model = AutoModelForCausalLM.from_config(config)
-    commit(shards(model.state_dict(), (2,)), model.config)
-    export_step(job.root, 1, to=tmp_path / "out", max_shard_bytes=5000)
-    model.save_pretrained(tmp_path / "theirs")
-    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert same(loaded.state_dict(), model.state_dict())
-    is_tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert is_tied == (kind == "tied weights")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_weights_and_config_have_the_dtype_that_was_asked_for(
-    job: Job, model: Any, tmp_path: Path, dtype: str, torch_dtype: torch.dtype
-) -> None:
-    export_step(job.root, 1, to=tmp_path / "out", dtype=dtype)
-    cast = {name: value.to(torch_dtype) for name, value in model.state_dict().items()}
-    assert same(weights(tmp_path / "out"), cast)
-    said = json.loads((tmp_path / "out/config.json").read_text())["dtype"]
-    assert f"torch.{said}" == str(torch_dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert loaded.dtype == torch_dtype
 
 
 def test_a_killed_export_resumes(

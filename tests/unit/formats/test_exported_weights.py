@@ -32,6 +32,8 @@ from transformers import (
 
 from tests.support.job import Job
 from tests.support.weights import VersionFile, upload
+from tests.unit.formats.test_export import weights
+from tests.unit.formats.test_weight_folder import same
 from tests.unit.weights.test_weight_reader import WRAPPERS
 from trinity_sync import FolderReader, WeightFolder, WeightReader
 from trinity_sync.errors import ConfigError, ExportError
@@ -183,18 +185,22 @@ def test_a_model_comes_out_as_it_went_in(job: Job, tmp_path: Path, name: str) ->
     assert not torch.equal(before, compute(served))
     trained.save_pretrained(tmp_path / "theirs")
     rounded = load(kind, tmp_path / "theirs", torch.bfloat16)
+    rounded.save_pretrained(tmp_path / "rounded")
 
     commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
-    export_step(job.root, 1, to=tmp_path / "exported")
+    export_step(job.root, 1, to=tmp_path / "exported", max_shard_bytes=5000)
+    assert same(weights(tmp_path / "exported"), weights(tmp_path / "theirs"))
     exported = load(kind, tmp_path / "exported")
     assert torch.equal(compute(exported), before)
     assert_equal(exported, trained)
     export_step(job.root, 1, to=tmp_path / "exported", dtype="bf16")
+    assert same(weights(tmp_path / "exported"), weights(tmp_path / "rounded"))
     assert_equal(load(kind, tmp_path / "exported"), rounded)  # as its config says
 
     versions = VersionFile(tmp_path / "version.json")
     folder = WeightFolder(tmp_path / "out", tmp_path / "served", deltas=1)
     first = publish(job, folder, 1, trained.state_dict(keep_vars=True))
+    assert same(weights(first), weights(tmp_path / "theirs"))
     assert torch.equal(compute(load(kind, first)), before)
 
     target = load(kind, tmp_path / "served", torch.bfloat16)

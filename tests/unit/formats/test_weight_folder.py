@@ -20,7 +20,7 @@ import xxhash
 import zstandard
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from tests.support import models
 from tests.support.command import invoke
@@ -138,22 +138,6 @@ def test_a_large_model_is_sharded_as_transformers_does(tmp_path: Path, model: Pa
     found = AutoModelForCausalLM.from_pretrained(published.folder)
     assert same(found.state_dict(), weights(1))
     assert same(FolderReader(tmp_path / "out").load(), weights(1))
-
-
-def test_fused_experts_are_split_as_engines_read_them(tmp_path: Path) -> None:
-    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
-    config = models.configure(Qwen3MoeConfig, 17, 16, key_heads=1, head_dim=8, **experts)
-    trained = AutoModelForCausalLM.from_config(config)
-    trained.save_pretrained(tmp_path / "model")
-    published = WeightFolder(tmp_path / "out", tmp_path / "model").publish(
-        StateView(1, trained.state_dict())
-    )
-    expected = load_file(tmp_path / "model/model.safetensors")
-    assert same(load_file(published.folder / "model.safetensors"), expected)
-    copied = WeightFolder(tmp_path / "copy", tmp_path / "model").publish(
-        FolderReader(tmp_path / "out")
-    )
-    assert same(load_file(copied.folder / "model.safetensors"), expected)
 
 
 def test_each_version_has_its_own_folder_and_the_last_two_stay(tmp_path: Path, model: Path) -> None:
