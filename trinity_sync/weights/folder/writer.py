@@ -70,51 +70,6 @@ def _is_adapter(model: Path) -> bool:
     return (model / ADAPTER_CONFIG).is_file()
 
 
-def _write_complete(
-    folder: Path,
-    items: Iterable[tuple[str, torch.Tensor]],
-    model: Path,
-    *,
-    max_shard_bytes: int,
-    config: bytes | None = None,
-) -> list[str]:
-    """Write a complete model or adapter into a folder; return the line of each tensor.
-
-    The version's checksum is made of the lines. ``model`` is the folder with config and tokenizer,
-    or with the adapter's config; ``config`` replaces the content of its ``config.json``. One file
-    of weights is in memory at a time, of at most ``max_shard_bytes`` unless one tensor is larger;
-    an adapter has one file.
-    """
-    whole = _is_adapter(model)
-    lines: list[str] = []
-    dtypes: Counter[torch.dtype] = Counter()
-    weight_map: dict[str, int] = {}
-    parts = total = size = 0
-    pending: dict[str, torch.Tensor] = {}
-    for name, tensor in items:
-        if not whole and pending and size + tensor.nbytes > max_shard_bytes:
-            save_tensors(folder / f"{parts}.part", pending)
-            parts, size, pending = parts + 1, 0, {}
-        pending[name] = tensor.contiguous()
-        weight_map[name] = parts
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-        lines.append(describe_tensor(name, tensor))
-        if tensor.is_floating_point():
-            dtypes[tensor.dtype] += tensor.numel()
-    save_tensors(folder / f"{parts}.part", pending)
-    names = _name_files(parts + 1, whole=whole)
-    for part, name in enumerate(names):  # their number is part of their names
-        (folder / f"{part}.part").rename(folder / name)
-    if len(names) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: names[part] for name, part in weight_map.items()},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    _copy_small_files(model, folder, dtypes, config)
-    return lines
-
-
 def _make_durable(folder: Path) -> None:
     """Sync a version, and let all who may read its small files read its weights."""
     mode = (folder / VERSION_FILE).stat().st_mode
@@ -139,14 +94,6 @@ def _copy_small_files(
         if path.name == "config.json" and dtypes:
             content = set_dtype(config or content, dtypes.most_common(1)[0][0])
         (folder / path.name).write_bytes(content)
-
-
-def _name_files(count: int, *, whole: bool) -> list[str]:
-    if whole:
-        return [ADAPTER_FILE]
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{part:05d}-of-{count:05d}.safetensors" for part in range(1, count + 1)]
 
 
 class _ViewNaming:
@@ -307,7 +254,6 @@ class WeightFolder:
         self._last: tuple[PublishedVersion, Tensors] | None = None
         """The version published last and its tensors, from which the next delta is made."""
         self._published: PublishedVersion | None = None
-        """The version that this publisher has published last."""
         self._living = ExitStack()
         """Holds the lock that shows that this publisher lives."""
 
@@ -408,7 +354,6 @@ class WeightFolder:
         lock.acquire(shared=True)
 
     def _require_same(self, view: View, latest: PublishedVersion) -> None:
-        """Require that a view has the weights that were published."""
         lines = [describe_tensor(*item) for item in self._naming.name_tensors(view)[0]]
         if summarize(lines) != latest.checksum:
             raise self._explain_hidden(view.version, latest, "its weights differ from those of")
@@ -435,13 +380,7 @@ class WeightFolder:
             items = tensors.items() if self._deltas else named
             base = self._find_base(last, latest, tensors)
             if base is None:
-                lines = _write_complete(
-                    scratch,
-                    items,
-                    self._model,
-                    max_shard_bytes=self._max_shard_bytes,
-                    config=config,
-                )
+                lines = self._write_complete(scratch, items, config)
             else:
                 write_delta(scratch, number, base_number, _encode_changes(base, tensors))
                 lines = [describe_tensor(*item) for item in items]
@@ -466,6 +405,46 @@ class WeightFolder:
         if self._deltas:
             self._last = published, tensors
         return published
+
+    def _write_complete(
+        self, folder: Path, items: Iterable[tuple[str, torch.Tensor]], config: bytes | None
+    ) -> list[str]:
+        """Write a complete model or adapter into a folder; return the line of each tensor.
+
+        ``config`` replaces the content of the model's ``config.json``. One file of weights is in
+        memory at a time, of at most ``max_shard_bytes`` unless one tensor is larger; an adapter has
+        one file.
+        """
+        lines: list[str] = []
+        dtypes: Counter[torch.dtype] = Counter()
+        weight_map: dict[str, int] = {}
+        parts = total = size = 0
+        pending: dict[str, torch.Tensor] = {}
+        for name, tensor in items:
+            is_full = pending and size + tensor.nbytes > self._max_shard_bytes
+            if is_full and not self._is_adapter:
+                save_tensors(folder / f"{parts}.part", pending)
+                parts, size, pending = parts + 1, 0, {}
+            pending[name] = tensor.contiguous()
+            weight_map[name] = parts
+            size, total = size + tensor.nbytes, total + tensor.nbytes
+            lines.append(describe_tensor(name, tensor))
+            if tensor.is_floating_point():
+                dtypes[tensor.dtype] += tensor.numel()
+        save_tensors(folder / f"{parts}.part", pending)
+        names = [ADAPTER_FILE if self._is_adapter else "model.safetensors"]
+        if parts:
+            count = parts + 1
+            names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: names[part] for name, part in weight_map.items()},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for part, name in enumerate(names):
+            (folder / f"{part}.part").rename(folder / name)
+        _copy_small_files(self._model, folder, dtypes, config)
+        return lines
 
     def _find_base(
         self, last: tuple[PublishedVersion, Tensors] | None, latest: Any, tensors: Tensors
