@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,42 +177,37 @@ def test_a_state_is_filled_and_tied_names_need_not_come(members: Any) -> None:
     assert equal_bits(state["tied"], sent["matrix"])
 
 
-def _into_other(group: WeightGroup) -> Any:
-    return receive_into({"matrix": torch.zeros(2, 2)}, group)
-
-
-def _into_more(group: WeightGroup) -> Any:
-    return receive_into({"a": torch.zeros(2), "b": torch.zeros(2)}, group)
-
-
-def _into_tied(group: WeightGroup) -> Any:
+def _tied() -> dict[str, torch.Tensor]:
     both = torch.zeros(2)
-    return receive_into({"a": both, "b": both}, group)
+    return {"a": both, "b": both}
 
 
-def _into_part(group: WeightGroup) -> Any:
+def _fused() -> dict[str, torch.Tensor]:
     fused = torch.zeros(4)
-    return receive_into({"a": fused[:2], "fused": fused}, group)
+    return {"a": fused[:2], "fused": fused}
 
 
-def _into_meta(group: WeightGroup) -> Any:
-    return receive_into({"a": torch.zeros(2, device="meta")}, group)
+UNFIT: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "'b' is tied to another one here": _tied,
+    "1 of 2 tensors were not sent, 'fused' first": _fused,
+    "1 of 2 tensors were not sent, 'c' first": lambda: {"a": torch.zeros(2), "c": torch.zeros(2)},
+    r"'a' is \[2\] at the trainer and \[2, 2\] here": lambda: {"a": torch.zeros(2, 2)},
+    "a is on the meta device": lambda: {"a": torch.zeros(2, device="meta")},
+    "a is expanded, with one place for several": lambda: {"a": torch.zeros(1).expand(2)},
+}
+"""What a reader fills, by the reason for which it cannot."""
 
 
-@pytest.mark.parametrize(
-    ("program", "sent", "why"),
-    [
-        (_into_tied, {"a": torch.zeros(2), "b": torch.ones(2)}, "'b' is tied to another one here"),
-        (_into_part, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'fused' first"),
-        (_into_meta, {"a": torch.zeros(2)}, "a is on the meta device"),
-        (_into_other, {"matrix": torch.zeros(3)}, r"'matrix' is \[3\] at the trainer"),
-        (_into_more, {"a": torch.zeros(2)}, "1 of 2 tensors were not sent, 'b' first"),
-    ],
-)
+def _into(why: str, group: WeightGroup) -> Any:
+    return receive_into(UNFIT[why](), group)
+
+
+@pytest.mark.parametrize("why", UNFIT)
 def test_a_reader_that_cannot_use_the_weights_sends_the_trainer_its_reason(
-    members: Any, program: Program, sent: dict[str, torch.Tensor], why: str
+    members: Any, why: str
 ) -> None:
-    group, (reader,) = members(program)
+    group, (reader,) = members(partial(_into, why))
+    sent = {"a": torch.zeros(2)} | ({"b": torch.ones(2)} if "tied" in why else {})
     with pytest.raises(WeightSyncError, match=f"rank 1 gave up: .*{why}"):
         send_weights(sent.items(), group, version=3)
     assert isinstance(reader.answer(), WeightSyncError)
@@ -366,26 +362,16 @@ def _refuse(group: WeightGroup) -> Any:
         pass
 
 
-def _into_overlapping(group: WeightGroup) -> Any:
-    return receive_into({"w": torch.zeros(1).expand(3)}, group)
-
-
-@pytest.mark.parametrize(
-    ("program", "why"),
-    [
-        (_stop_early, "it did not take all tensors of version 3"),
-        (_refuse, "it did not take all tensors of version 3"),
-        (_into_overlapping, "w is expanded, with one place for several elements"),
-    ],
-)
+@pytest.mark.parametrize("program", [_stop_early, _refuse])
 def test_a_reader_that_does_not_take_all_tensors_fails_the_broadcast(
-    members: Any, program: Program, why: str
+    members: Any, program: Program
 ) -> None:
     group, (reader,) = members(program)
+    why = "it did not take all tensors of version 3"
     sent = [("w", torch.zeros(3)), *((f"w{n}", torch.zeros(1 << 20)) for n in range(20))]
     with pytest.raises(WeightSyncError, match=f"rank 1 gave up: {why}"):
         send_weights(sent, group, version=3, bucket_bytes=BUCKET)
-    assert why.rpartition(": ")[2] in str(reader.answer())
+    assert why in str(reader.answer())
 
 
 class _SlowStore:
