@@ -416,6 +416,13 @@ def test_a_callback_that_reads_the_checkpoint_of_a_save_finds_it_committed(
     assert differences(reads.trained, reads.read) == []
     assert not [*(tmp_path / "out").glob("checkpoint-*")]
 
+    (old := tmp_path / "out/checkpoint-2").mkdir()
+    trainer = hugging_face(saves := callback("afresh"), 2)
+    trainer.add_callback(reads)
+    with pytest.raises(ConfigError, match=rf"in {old}, where another one is; move that away"):
+        trainer.train()
+    saves.on_train_end(None, None, None)
+
 
 class Copied(CommitsHere):
     def __reduce__(self) -> Any:

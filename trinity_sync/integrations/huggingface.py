@@ -344,6 +344,11 @@ class TrinitySyncCallback(TrainerCallback):
         link = output / folder.name
         if link.is_symlink():  # of a training that was killed
             link.unlink()
+        elif link.exists():
+            raise ConfigError(
+                f"a callback reads the checkpoint of this save in {link}, where another one is; "
+                "move that away, or set another output_dir"
+            )
         link.symlink_to(folder)
         self._opened.callback(link.unlink, missing_ok=True)
 
