@@ -130,6 +130,17 @@ def test_a_plan_is_made_again_only_for_another_structure(saves: CheckpointCoordi
         assert not differences(load(saves.root, step, each), each), step
 
 
+def test_what_has_a_state_dict_is_planned_as_that_and_once(saves: CheckpointCoordinator) -> None:
+    saver, model = DcpSaver(saves, planner=Counting), torch.nn.Linear(2, 3)
+    Counting.plans = 0
+    for step in (1, 2):
+        saver.writer(step).stage({"model": model})  # as TorchTitan's manager, without DCP
+    assert Counting.plans == 1
+    saves.wait_all(250)
+    state = {"model": model.state_dict()}
+    assert not differences(load(saves.root, 2, state), state)
+
+
 def describe(state: dict[str, Any], planner: Any = None) -> list[Any] | None:
     planner = planner or dcp.DefaultSavePlanner()
     planner.set_up_planner(state, None, True)
