@@ -103,17 +103,19 @@ def fsdp_upload_state_dict(
     """Publish the weights of an engine in shared memory; every rank calls it.
 
     Unlike in Trinity, nothing is gathered on rank 0 or sent through the Synchronizer, and no call
-    is waited for.
+    is waited for. A save and an upload of the same step share one image.
 
     Args:
         engine: veRL's FSDPEngine, prepared with `use_trinity_sync`.
-        synchronizer: the job's Synchronizer, a Ray actor; None as in
-            `FSDPCheckpointManager.upload_state_dict`.
-        global_step: training step, which is the version of the weights; 0 does nothing.
+        synchronizer: the job's Synchronizer, a Ray actor; None stands for that of the job's root,
+            if this process is in a Ray cluster. Without one, readers of this node find the version
+            by its version tag in the spool.
+        global_step: training step, which is the version of the weights. 0 does nothing, as in
+            Trinity: explorers start with it.
         logger: logs what was staged.
 
     Returns:
-        As `FSDPCheckpointManager.upload_state_dict`: None if nothing was staged.
+        What was staged, and the seconds that it took; None if nothing can be published.
 
     Raises:
         ConfigError: the engine saves without trinity_sync.

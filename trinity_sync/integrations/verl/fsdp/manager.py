@@ -213,27 +213,16 @@ class FSDPCheckpointManager(ManagerOfPaths, VerlFSDPCheckpointManager):
         synchronizer: Any = None,
         collect: Callable[[], dict[str, Any]] | None = None,
     ) -> Staged | None:
-        """Publish the model's weights in shared memory; every rank calls it.
+        """Publish the model's weights in shared memory, see `fsdp_upload_state_dict`.
 
-        Nothing is gathered: each rank stages its shards, and the training thread does not wait for
-        the Synchronizer. A save and an upload of the same step share one image.
         `wait_on_save_thread` raises the errors of versions that could not be published.
 
         Args:
-            global_step: training step, which is the version. 0 does nothing, as in Trinity:
-                explorers start with it.
-            synchronizer: the job's Synchronizer, a Ray actor; by default that of the job's root, if
-                this process is in a Ray cluster. Without it, readers of this node find the version
-                by its version tag in the spool.
             collect: returns the state to upload, by default `get_model_state`; not called if an
                 image of the step is staged already.
 
-        Returns:
-            What was staged, and the seconds that it took; None if nothing can be published.
-
         Raises:
             ConfigError: this manager has no coordinator yet.
-            SpoolFullError: the first image does not fit into the spool.
         """
         if global_step == 0:
             return None
