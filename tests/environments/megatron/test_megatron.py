@@ -48,12 +48,13 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Call a function on ranks with Megatron on the CPU."""
+    """Call a function on ranks with Megatron on the CPU; its first argument is the job's root."""
 
     def run(program: Callable[..., Any], *arguments: Any, world_size: int = 2) -> list[Any]:
         return on_ranks(
             _with_megatron,
             program,
+            tmp_path / "ckpts",
             *arguments,
             scratch=tmp_path,
             world_size=world_size,
@@ -172,9 +173,9 @@ def read(folder: str, name: str) -> dict[str, Any]:
     "tensor", [TENSOR_PARALLEL, pytest.param(DATA_PARALLEL, marks=pytest.mark.slow)]
 )
 def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
-    run: Run, tmp_path: Path, tensor: int
+    run: Run, tensor: int
 ) -> None:
-    run(save_and_resume, tmp_path / "ckpts", tensor)
+    run(save_and_resume, tensor)
 
 
 @pytest.mark.slow
@@ -184,9 +185,9 @@ def test_a_training_resumes_bit_for_bit_from_steps_that_equal_verls_own(
     ids=["pipeline", "interleaved", "expert"],
 )
 def test_other_parallelisms_resume_bit_for_bit_from_steps_that_equal_verls_own(
-    run: Run, tmp_path: Path, sizes: dict[str, int]
+    run: Run, sizes: dict[str, int]
 ) -> None:
-    run(partial(save_and_resume, **sizes), tmp_path / "ckpts", 1)
+    run(partial(save_and_resume, **sizes), 1)
 
 
 def save_gathered(root: Path) -> None:
@@ -196,8 +197,8 @@ def save_gathered(root: Path) -> None:
 
 
 @pytest.mark.slow  # to load it, Megatron needs the Adam of Transformer Engine
-def test_an_optimizer_that_is_gathered_is_saved_as_by_verl(run: Run, tmp_path: Path) -> None:
-    run(save_gathered, tmp_path / "ckpts")
+def test_an_optimizer_that_is_gathered_is_saved_as_by_verl(run: Run) -> None:
+    run(save_gathered)
 
 
 TENSOR = {"tensor": TENSOR_PARALLEL}
@@ -219,9 +220,9 @@ EXPERTS_ON = {n: {"tensor": 1, "expert": n, "experts": 4} for n in (1, 2, 4)}
     ],
 )
 def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
-    run: Run, tmp_path: Path, saved: dict[str, int], loaded: dict[str, int]
+    run: Run, saved: dict[str, int], loaded: dict[str, int]
 ) -> None:
-    run(resume_with, tmp_path / "ckpts", saved, loaded)
+    run(resume_with, saved, loaded)
 
 
 @pytest.mark.slow
@@ -235,10 +236,10 @@ def test_a_step_is_loaded_with_another_parallelism_bit_for_bit(
     ],
 )
 def test_experts_are_loaded_with_another_expert_parallelism_bit_for_bit(
-    run: Run, tmp_path: Path, saved: int, loaded: int, contents: tuple[str, ...]
+    run: Run, saved: int, loaded: int, contents: tuple[str, ...]
 ) -> None:
     sizes = EXPERTS_ON[saved], EXPERTS_ON[loaded]
-    run(resume_with, tmp_path / "ckpts", *sizes, contents, world_size=4)
+    run(resume_with, *sizes, contents, world_size=4)
 
 
 def save_what_changes(root: Path) -> None:
@@ -319,10 +320,8 @@ def save_what_changes(root: Path) -> None:
     saves.close()
 
 
-def test_ranks_plan_again_when_the_structure_changes_and_refuse_missing_shards(
-    run: Run, tmp_path: Path
-) -> None:
-    run(save_what_changes, tmp_path / "ckpts")
+def test_ranks_plan_again_when_the_structure_changes_and_refuse_missing_shards(run: Run) -> None:
+    run(save_what_changes)
 
 
 @contextmanager
@@ -380,10 +379,8 @@ def load_corrupted(root: Path) -> None:
                 manager.load_checkpoint(actor(root, 1))
 
 
-def test_a_corrupted_file_is_refused_on_all_ranks_and_another_step_loads(
-    run: Run, tmp_path: Path
-) -> None:
-    run(load_corrupted, tmp_path / "ckpts")
+def test_a_corrupted_file_is_refused_on_all_ranks_and_another_step_loads(run: Run) -> None:
+    run(load_corrupted)
 
 
 def load_what_does_not_fit(root: Path) -> None:
@@ -406,8 +403,8 @@ def load_what_does_not_fit(root: Path) -> None:
     assert all(map(torch.equal, before, other.model.parameters()))
 
 
-def test_nothing_of_a_step_of_another_model_is_loaded(run: Run, tmp_path: Path) -> None:
-    run(load_what_does_not_fit, tmp_path / "ckpts")
+def test_nothing_of_a_step_of_another_model_is_loaded(run: Run) -> None:
+    run(load_what_does_not_fit)
 
 
 def fail_on_one_rank(root: Path) -> None:
@@ -439,8 +436,8 @@ def fail_on_one_rank(root: Path) -> None:
     # not closed, as the commit waits for rank 1's shards in vain
 
 
-def test_what_fails_on_one_rank_does_not_hang_the_others(run: Run, tmp_path: Path) -> None:
-    run(fail_on_one_rank, tmp_path / "ckpts")
+def test_what_fails_on_one_rank_does_not_hang_the_others(run: Run) -> None:
+    run(fail_on_one_rank)
 
 
 def make_unsupported_managers(root: Path) -> None:
@@ -455,8 +452,8 @@ def make_unsupported_managers(root: Path) -> None:
             make_manager(trained, None, **arguments)
 
 
-def test_what_is_not_supported_is_refused_when_the_engine_starts(run: Run, tmp_path: Path) -> None:
-    run(make_unsupported_managers, tmp_path)
+def test_what_is_not_supported_is_refused_when_the_engine_starts(run: Run) -> None:
+    run(make_unsupported_managers)
 
 
 def save_by_the_switch(root: Path) -> None:
@@ -487,10 +484,8 @@ def save_by_the_switch(root: Path) -> None:
     saves.close()
 
 
-def test_the_switch_commits_the_position_of_the_dataloader_with_megatrons_states(
-    run: Run, tmp_path: Path
-) -> None:
-    run(save_by_the_switch, tmp_path / "ckpts")
+def test_the_switch_commits_the_position_of_the_dataloader_with_megatrons_states(run: Run) -> None:
+    run(save_by_the_switch)
 
 
 def save_and_die(root: Path, losses: Path) -> None:
@@ -517,8 +512,8 @@ def test_ranks_killed_after_a_save_resume_bit_for_bit_from_its_commit(
 ) -> None:
     root, losses = tmp_path / "ckpts", tmp_path / "losses"
     with pytest.raises(pytest.fail.Exception, match="died without an answer"):
-        run(save_and_die, root, losses)
+        run(save_and_die, losses)
     until(lambda: read_manifest(root, 1), "the commit of step 1")
-    assert run(resume_the_killed, root) == [
+    assert run(resume_the_killed) == [
         losses.with_suffix(f".{rank}").read_text() for rank in range(2)
     ]
