@@ -53,3 +53,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``bin`` of a trainer's environment, which has what the client needs and nothing else."""
     return make_environment(tmp_path_factory.mktemp("client") / "venv", wheel)
+
+
+@pytest.fixture(scope="session")
+def stack_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of the stack's environment, which has no veRL."""
+    return make_environment(tmp_path_factory.mktemp("stack") / "venv", wheel, extra="stack")

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import venv
@@ -22,6 +21,7 @@ import psutil
 import pytest
 
 from tests.conftest import left_of
+from tests.support.environments import make_environment
 from tests.support.waiting import until
 from trinity_sync import Settings
 from trinity_sync.settings import StackSettings
@@ -31,26 +31,6 @@ from trinity_sync.stack.services import StackState
 
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = "trinity_sync/packages/"
-PIP = [sys.executable, "-m", "pip"]
-
-
-def install(wheel: Path, folder: Path) -> Path:
-    """The ``bin`` of a new environment with the wheel alone."""
-    venv.create(folder, symlinks=True)
-    command = ["--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel]
-    subprocess.run([*PIP, *map(str, command)], check=True, capture_output=True)
-    return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of an environment with the wheel, and the packages that it needs from here."""
-    folder = tmp_path_factory.mktemp("installed")
-    binaries = install(wheel, folder)
-    (site,) = folder.glob("lib/python*/site-packages")
-    here = sysconfig.get_paths()["purelib"]
-    (site / "needed.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    return binaries
 
 
 @pytest.fixture
@@ -96,9 +76,9 @@ def test_the_wheel_puts_nothing_but_trinity_sync_where_it_is_installed(wheel: Pa
 
 
 def test_the_command_of_a_trainers_environment_starts_that_of_the_stack(
-    project: Path, installed: Path, client: Path
+    project: Path, stack_environment: Path, client: Path
 ) -> None:
-    path = os.pathsep.join([str(client), str(installed), "/usr/bin", "/bin"])
+    path = os.pathsep.join([str(client), str(stack_environment), "/usr/bin", "/bin"])
     for command in ("trinity-sync", client / "trinity-sync"):
         assert "trinity-sync ls ckpts" in run(project, "env", command, "--help", PATH=path)
 
@@ -108,7 +88,7 @@ def test_clients_alone_ask_each_other_once_and_the_first_one_runs_the_command(
     project: Path, wheel: Path, client: Path, order: str
 ) -> None:
     if "other" in order:
-        install(wheel, project / "other")
+        make_environment(project / "other", wheel)
     shims = project / "shims"  # as pyenv has them: each start puts its own environment first again
     shims.mkdir()
     (shims / "trinity-sync").write_text(
@@ -122,21 +102,21 @@ def test_clients_alone_ask_each_other_once_and_the_first_one_runs_the_command(
 
 
 def test_the_command_of_the_stack_is_found_before_and_behind_what_cannot_be_run(
-    project: Path, installed: Path, client: Path
+    project: Path, stack_environment: Path, client: Path
 ) -> None:
     (project / "trinity-sync").mkdir()  # a checkout, say, where PATH has the current folder
     broken = project / "broken/trinity-sync"
     broken.parent.mkdir()
     broken.write_text("#!/no/such/python\n")
     broken.chmod(0o755)
-    for folders in (["", broken.parent, client, installed], [installed, client]):
+    for folders in (["", broken.parent, client, stack_environment], [stack_environment, client]):
         path = os.pathsep.join([*map(str, folders), "/usr/bin", "/bin"])
         said = run(project, client / "trinity-sync", "--help", PATH=path)
         assert "trinity-sync ls ckpts" in said
 
 
 def test_a_script_that_starts_the_stack_keeps_its_own_flows(
-    project: Path, installed: Path, stack: StackState
+    project: Path, stack_environment: Path, stack: StackState
 ) -> None:
     script = project / "start.py"
     script.write_text(
@@ -151,7 +131,9 @@ def test_a_script_that_starts_the_stack_keeps_its_own_flows(
     home = str(project / "home")
     own = {"TRINITY_SYNC_HOME": home, "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address}
     own |= stack.ray_auth or {}
-    assert run(project, installed / "python", script, **own) == f"{stack.api_url} False False"
+    assert (
+        run(project, stack_environment / "python", script, **own) == f"{stack.api_url} False False"
+    )
 
 
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
@@ -185,10 +167,10 @@ def ray_of_another_environment(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def worker_on(address: str, installed: Path, project: Path, **own: str) -> str:
+def worker_on(address: str, stack_environment: Path, project: Path, **own: str) -> str:
     """Why a worker of the installed stack does not start on a Ray cluster."""
     done = subprocess.run(
-        [installed / "python", "-m", "trinity_sync.orchestration.worker_main"],
+        [stack_environment / "python", "-m", "trinity_sync.orchestration.worker_main"],
         env=environment(project, TRINITY_SYNC_STACK__RAY__ADDRESS=address, **NO_TOKEN, **own),
         cwd=project,
         capture_output=True,
@@ -201,10 +183,10 @@ def worker_on(address: str, installed: Path, project: Path, **own: str) -> str:
 
 @pytest.mark.slow
 def test_a_ray_cluster_of_another_environment_runs_tasks_with_the_stacks_python(
-    project: Path, installed: Path, stack: StackState, tmp_path: Path
+    project: Path, stack_environment: Path, stack: StackState, tmp_path: Path
 ) -> None:
     with ray_of_another_environment(tmp_path / "theirs") as address:
-        why = worker_on(address, installed, project, TRINITY_SYNC_HOME=str(tmp_path))
+        why = worker_on(address, stack_environment, project, TRINITY_SYNC_HOME=str(tmp_path))
         assert "No module named 'trinity_sync'" in why
         assert "Set ray.python" in why
         settings = Settings(home=tmp_path / "home")
@@ -212,25 +194,25 @@ def test_a_ray_cluster_of_another_environment_runs_tasks_with_the_stacks_python(
             "TRINITY_SYNC_HOME": str(settings.home),
             "TRINITY_SYNC_STACK__WORKER__POOL": "another-ray",
             "TRINITY_SYNC_STACK__RAY__ADDRESS": address,
-            "TRINITY_SYNC_STACK__RAY__PYTHON": str(installed / "python"),
+            "TRINITY_SYNC_STACK__RAY__PYTHON": str(stack_environment / "python"),
             **NO_TOKEN,
         }
-        await_online(settings, installed, project, own, tmp_path / "worker.log")
+        await_online(settings, stack_environment, project, own, tmp_path / "worker.log")
 
 
 @pytest.mark.slow
 def test_a_ray_cluster_of_another_version_is_refused_and_both_versions_are_named(
-    project: Path, installed: Path, stack: StackState, tmp_path: Path
+    project: Path, stack_environment: Path, stack: StackState, tmp_path: Path
 ) -> None:
     with ray_of_another_environment(tmp_path / "theirs", ray="ray==2.59.0") as address:
-        why = worker_on(address, installed, project, TRINITY_SYNC_HOME=str(tmp_path))
+        why = worker_on(address, stack_environment, project, TRINITY_SYNC_HOME=str(tmp_path))
     assert "2.59.0" in why
     assert version("ray") in why
     assert address in why
 
 
 def test_a_worker_takes_the_installed_flows_here_and_on_ray(
-    project: Path, installed: Path, stack: StackState, tmp_path: Path
+    project: Path, stack_environment: Path, stack: StackState, tmp_path: Path
 ) -> None:
     settings = Settings(home=tmp_path / "home")
     own = {
@@ -239,14 +221,14 @@ def test_a_worker_takes_the_installed_flows_here_and_on_ray(
         "TRINITY_SYNC_STACK__RAY__ADDRESS": stack.ray_address,
         **(stack.ray_auth or {}),
     }
-    await_online(settings, installed, project, own, tmp_path / "worker.log")
+    await_online(settings, stack_environment, project, own, tmp_path / "worker.log")
 
 
 def await_online(
-    settings: Settings, installed: Path, project: Path, own: dict[str, str], log: Path
+    settings: Settings, stack_environment: Path, project: Path, own: dict[str, str], log: Path
 ) -> None:
     """Start a worker of the installed stack, and end it by Ctrl-C once the server knows it."""
-    command = [installed / "trinity-sync", "worker"]
+    command = [stack_environment / "trinity-sync", "worker"]
     with log.open("w") as output:
         worker = subprocess.Popen(
             command, cwd=project, env=environment(project, **own), stdout=output, stderr=output

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.database import lay_tables
-from tests.support.environments import make_environment, pip
+from tests.support.environments import pip
 from tests.support.job import Job
 from trinity_sync import Settings
 from trinity_sync.storage.discovery import require_committed
@@ -38,12 +38,6 @@ dist.destroy_process_group()
 
 
 Done = subprocess.CompletedProcess[str]
-
-
-@pytest.fixture(scope="module")
-def stack_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of the stack's environment, which has no veRL."""
-    return make_environment(tmp_path_factory.mktemp("stack") / "venv", wheel, extra="stack")
 
 
 def call(*words: object, env: dict[str, str], cwd: Path | None = None) -> Done:
