@@ -95,18 +95,6 @@ def test_status_without_a_stack_says_that_nothing_runs(
     assert (of_node["name"], of_node["status"]) == ("saver", "idle")
 
 
-def test_status_of_a_working_stack_is_zero(stack: StackState) -> None:
-    done = run("status", "-o", "json")
-    found = json.loads(done.stdout)["stack"]
-    assert done.returncode == 0
-    assert {each["name"]: each["status"] for each in found["services"][:3]} == {
-        "server": "running",
-        "ray": "running",
-        "worker": "running",
-    }
-    assert found["workers_online"] >= 1
-
-
 def test_doctor_finds_a_working_stack_and_a_job_in_order(
     stack: StackState, root: Path, job: Job
 ) -> None:
