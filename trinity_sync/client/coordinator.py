@@ -465,8 +465,8 @@ class CheckpointCoordinator(Collaborators):
     ) -> None:
         """Touch the memory of the first save beside the training: it is then as fast as later ones.
 
-        It returns at once, and logs the bytes that all slots of this node's ranks need. A run that
-        has resumed does so by itself, with the sizes of its step::
+        It returns at once, and logs the bytes that all slots of this node's ranks need; the saver
+        starts as well. A run that has resumed does so by itself, with the sizes of its step::
 
             saves.prewarm({"model": model, "optim": optimizer})
 
@@ -484,6 +484,7 @@ class CheckpointCoordinator(Collaborators):
         images = [(role, name, self.rank, estimate_nbytes(size)) for name, size in sizes.items()]
         self._stager.require_room(sum(nbytes for *_, nbytes in images))
         self._stager.memory.map_slots(lambda: images)
+        self._watcher.start_saver()
 
     # ------------------------------------------------------------ saving
 

@@ -299,8 +299,8 @@ class SaveTrigger:
         """Whether it was logged that the saver cannot be started."""
         self._unrequested = ""
         """Why flow runs cannot be requested, as it was logged last."""
-        self._unsent: deque[SaveRequest] = deque()
-        """Saves for which the saver was not woken yet."""
+        self._unsent: deque[SaveRequest | str] = deque()
+        """Saves for which the saver was not woken yet, and jobs for which it is to start."""
 
     def warn_without_stack(self, root: Path, spool: Path) -> None:
         """Log a warning if nothing would commit the saves of a root, which wait in its spool."""
@@ -387,18 +387,23 @@ class SaveTrigger:
         """Have the next `send` wake the saver for a save, whose images are sealed."""
         self._unsent.append(request)
 
+    def start_saver(self, job: str) -> None:
+        """Have the next `send` start the saver of a job, of which this process keeps it alive."""
+        self._unsent.append(job)
+
     @property
     def has_unsent(self) -> bool:
-        """Whether there are saves for which the saver was not woken yet."""
+        """Whether there is a job for which the saver is to be woken."""
         return bool(self._unsent)
 
     def send(self) -> None:
         """Wake the saver for all submitted saves, and wait until it serves."""
         while self._unsent:
-            request = self._unsent.popleft()
+            of = self._unsent.popleft()
+            job = of if isinstance(of, str) else of.job
             self._find_stack()
             with suppress(SaveError):  # `find_failures` tells it
-                self._prepare(request.job)
+                self._prepare(job)
                 if self._after_s is not None:
                     self._reach_saver(self._saver.connect)
 

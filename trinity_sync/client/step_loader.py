@@ -149,7 +149,7 @@ class StepLoader:
         self.run.join(self.run_on_rank_0(step, lambda: self.run.begin_at(step, left_out)))
 
     def prewarm_as(self, step: int, manifest: Manifest | None = None) -> None:
-        """Touch memory for images as large as this rank's of a step, beside the training.
+        """Do as `CheckpointCoordinator.prewarm`, for images as large as this rank's of a step.
 
         Those of the roles that it has loaded, or of all if other code has loaded them.
         """
@@ -167,6 +167,7 @@ class StepLoader:
             return images
 
         self.stager.memory.map_slots(find)
+        self.watcher.start_saver()
 
     def run_on_rank_0(self, step: int, work: Callable[[], T]) -> T:
         """Return what a function returns on rank 0 alone, or here if the ranks ask separately."""

@@ -235,6 +235,30 @@ def test_a_trainer_that_saves_again_later_finds_the_same_saver(
     assert saver.memory_info().rss < 100e6
 
 
+@pytest.mark.parametrize("how", ["prewarmed", "resumed"])
+def test_the_first_save_of_a_training_that_is_prewarmed_finds_its_saver(
+    coordinator: Make, settings: Settings, how: str
+) -> None:
+    saves, state = coordinator(), {"model": {"w": torch.ones(3)}}
+    if how == "resumed":
+        saves.save(1, state).wait(250)
+        saves.close()
+        end_savers(settings.spool)
+        (saves := coordinator()).load(1)
+    else:
+        saves.prewarm({"model": 9})
+    control = saves._watcher._trigger._saver
+    await_that(lambda: control.is_reached, "the trainer holds the saver's pipe")
+    before = savers_of(settings.spool)
+    saves.save(2, state).wait(250)
+    assert len(before) == 1
+    assert savers_of(settings.spool) == before
+    other = coordinator(rank=1, world_size=2)
+    other.prewarm({"model": 9})
+    assert not other._watcher._trigger.has_unsent
+    assert other._watcher._thread is None
+
+
 def test_savers_of_two_containers_may_have_the_same_process_id(tmp_path: Path) -> None:
     with ExitStack() as held:
         for name in ("one", "other"):
