@@ -153,7 +153,6 @@ for _name in (
     "_runs_task_group",
     "_scheduled_task_scopes",
     "_submitting_flow_run_ids",
-    "_work_pool",
     "_work_pool_name",
 ):
     look_up(f"prefect.workers.base.BaseWorker.{_name}", SimpleNamespace(**dict.fromkeys(_names)))
@@ -212,11 +211,6 @@ class InProcessWorker(_Worker):
     async def on_capacity_free(self) -> None:
         """Start another run after one has ended."""
         raise NotImplementedError
-
-    @property
-    def pool_id(self) -> UUID | None:
-        """Id of the work pool; None until the server has answered."""
-        return self._work_pool.id if self._work_pool else None
 
     @property
     def pool_name(self) -> str:

@@ -30,7 +30,6 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter
-from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import Abort, ObjectNotFound, ParameterBindError, SignatureMismatchError
 from prefect.flows import Flow
 from prefect.settings import (
@@ -396,8 +395,6 @@ class TrinitySyncWorker(
                 await anyio.sleep(1.0)
 
     async def _listen(self) -> None:
-        if self.pool_id is None:
-            return
         async with get_events_subscriber(select_events(self.pool_name)) as events:
             await self.get_and_submit_flow_runs()  # runs scheduled before the subscription
             async for event in events:
@@ -415,7 +412,7 @@ class TrinitySyncWorker(
 def select_events(pool: str) -> EventFilter:
     """Return the filter of events of a pool's runs, whatever its id: a reset server has another."""
     labels = {"prefect.resource.role": "work-pool", "prefect.resource.name": pool}
-    resource = EventAnyResourceFilter(labels=ResourceSpecification.model_validate(labels))
+    resource = EventAnyResourceFilter.model_validate({"labels": labels})
     return EventFilter(event=EventNameFilter(name=[*SCHEDULED, CANCELLING]), any_resource=resource)
 
 

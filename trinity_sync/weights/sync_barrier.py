@@ -5,7 +5,6 @@ time-out and no death can make the counts wrong. A rendezvous succeeds for all m
 it never changes the versions, so a failed one cannot advance them.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -92,11 +91,6 @@ class SyncBarrier:
             self._rendezvous.arrived.discard(explorer)
             if self._rendezvous.step is not None:
                 self._end(None)
-
-    @property
-    def counts(self) -> Counter[Status]:
-        """Number of explorers by status."""
-        return Counter(self.explorers.values())
 
     @property
     def live_explorers(self) -> set[str]:

@@ -245,9 +245,8 @@ class TrinityMethods:
     ) -> int:
         """Wait for a version newer than ``current_version``.
 
-        The explorer's status is ``require_sync`` meanwhile. The wait also ends if the trainer stops
-        or dies, its newest sync fails, it calls `notify_no_new_model_state_dict`, or lets
-        ``sync_timeout`` pass.
+        The explorer's status is ``require_sync`` meanwhile. The wait ends as well if the trainer
+        stops, dies, fails to sync, or calls `notify_no_new_model_state_dict`, or at the time-out.
 
         Args:
             current_version: step of the version that the explorer has.
@@ -283,29 +282,23 @@ class TrinityMethods:
         self._told[explorer] = self._failed
         return self._registry.number
 
-    async def notify_no_new_model_state_dict(self, step: int | None = None) -> None:
-        """Release the calls that wait in `wait_new_model_state_dict`, unless a save is in flight.
+    async def notify_no_new_model_state_dict(self) -> None:
+        """Release the calls that wait in `wait_new_model_state_dict`.
 
-        With the step of a sync that has failed, one call of each explorer that has an earlier
-        version is released, also a later call.
+        While a save is in flight nothing is done: its commit or failure releases them.
         """
-        if step is None:
-            last = await self._registry.find_last_save()
-            if last and not last.has_ended and last.step > self._registry.number:
-                return
+        last = await self._registry.find_last_save()
+        if last is None or last.has_ended or last.step <= self._registry.number:
             self._refusals += 1
-        elif (failed := (self._registry.versions.run, step)) > self._failed:
-            self._failed = failed
-            logger.warning("the sync of step %d has failed: explorers keep their weights", step)
-        await self._registry.notify()
+            await self._registry.notify()
 
     async def _follow_saves(self) -> None:
         """Notice that the newest save has failed, where syncs are commits, without end."""
         while True:
             last, newest = await self._registry.find_last_save(), self._registry.versions.newest()
-            by_commits = newest is None or newest.source == "checkpoint"
-            if last and last.has_failed and by_commits:
-                await self.notify_no_new_model_state_dict(last.step)
+            if last and last.has_failed and (newest is None or newest.source == "checkpoint"):
+                self._failed = max(self._failed, (last.run, last.step))
+                await self._registry.notify()
             await asyncio.sleep(_PROBE_S)
 
     async def set_trainer_status(self, status: Any) -> None:
@@ -340,14 +333,6 @@ class TrinityMethods:
         self._registry.run_in_background(self._members.record(name))
         await self._registry.notify()
 
-    async def get_trainer_status(self) -> Status:
-        """Return the status of the trainer."""
-        return self._registry.barrier.trainer
-
-    async def get_explorer_status_counts(self) -> dict[Status, int]:
-        """Return the number of explorers in each status."""
-        return dict(self._registry.barrier.counts)
-
     async def trainer_requires_weight_sync(self) -> bool | None:
         """Return whether the trainer requires a sync; None if it has run, and stopped."""
         barrier = self._registry.barrier
@@ -356,7 +341,7 @@ class TrinityMethods:
 
     async def explorer_requires_sync(self) -> bool:
         """Return whether any explorer requires a sync."""
-        return self._waits > 0 or self._registry.barrier.counts[Status.REQUIRE_SYNC] > 0
+        return self._waits > 0 or Status.REQUIRE_SYNC in self._registry.barrier.explorers.values()
 
     # The broadcast
 
