@@ -229,7 +229,10 @@ def test_a_step_that_lost_its_name_to_a_fetched_one_is_restored(
     assert list(fetching.iterdir()) == []
 
 
-def test_memory_of_a_removed_job_is_freed(job: Job, settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["old", "of a clock that was set back"])
+def test_memory_of_a_removed_job_is_freed(
+    job: Job, settings: Settings, tmp_path: Path, is_ahead: bool
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     spool = open_job_spool(settings.spool, other)
@@ -240,7 +243,9 @@ def test_memory_of_a_removed_job_is_freed(job: Job, settings: Settings, tmp_path
     assert (finding.state, finding.why) == ("left", "a process has it open")
     slot.close(remove=False)
     assert run(job, settings) == []  # it is too young
-    (finding,) = run(job, settings, later_s=LATER_S)
+    for path in (slot.path, spool.folder) if is_ahead else ():
+        os.utime(path, (time.time() + LATER_S,) * 2)
+    (finding,) = run(job, settings, later_s=0.0 if is_ahead else LATER_S)
     assert finding.state == "repaired"
     assert "bytes of memory freed" in finding.why
     assert not spool.folder.exists()

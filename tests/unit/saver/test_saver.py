@@ -122,15 +122,19 @@ def test_a_saver_opens_as_many_files_as_the_images_of_its_node_need(
     job.close()
 
 
-def test_a_log_that_can_only_be_appended_to_ends_no_saver(
-    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("log", ["long", "short", "long, and can only be appended to"])
+def test_a_log_that_is_long_is_begun_again_where_that_is_allowed(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: str
 ) -> None:
     job.stage(1, {"model": {"w": torch.ones(9)}})
     (job.spool.folder / SERVED).write_text(f"alone {name_saver()}")
-    (tmp_path / "log").write_text("long\n" * (1 << 20))
-    append_only = partial(refuse_calls, errno.EPERM, "ftruncate")
-    serve(settings.spool, tmp_path / "log", append_only, monkeypatch)
-    assert "save actor step 1" in (tmp_path / "log").read_text()
+    (tmp_path / "log").write_text("a line\n" * (100 if log == "short" else 1 << 18))
+    refused = ["ftruncate"] if "appended" in log else []
+    confine = partial(refuse_calls, errno.EPERM, *refused)
+    serve(settings.spool, tmp_path / "log", confine, monkeypatch)
+    content = (tmp_path / "log").read_text()
+    assert "save actor step 1" in content
+    assert ("a line" in content) == (log != "long")
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
