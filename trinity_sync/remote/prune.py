@@ -1,6 +1,7 @@
 """Prune of a remote: remove the copies that no policy keeps, by the plan of the root's removals."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trinity_sync.fs.locks import try_acquire_file_lock
@@ -43,7 +44,8 @@ def prune_remote(
     steps = describe_steps(place, just_committed=just_copied)
     done = carry_out(place, plan_removals(steps, rules, read_now(place.root, rules)))
     here = steps_on_disk(place.root)  # of these, an upload continues where one before it has ended
-    with try_acquire_file_lock(sending_lock(place.root, remote.url)) as is_idle:
+    # where the root cannot be written, what an upload has left stays
+    with suppress(OSError), try_acquire_file_lock(sending_lock(place.root, remote.url)) as is_idle:
         for step in [each for each in place.left if is_idle and each not in here]:
             remote.remove_leftovers(step, IN_FLIGHT_S)
     return done

@@ -415,6 +415,19 @@ def test_a_copy_whose_manifest_a_store_does_not_find_at_once_is_not_written_over
     assert replicate(root, any_url, 4).uploaded == 1
 
 
+def test_copies_are_removed_also_where_the_root_cannot_be_written(
+    job: Job, url: str, read_only: Callable[[Path], object]
+) -> None:
+    for step in (1, 2):
+        commit_files(job.root, step)
+        replicate(job.root, url, step)
+    for lock in job.root.glob(".trinity_sync/sending-*.lock"):
+        lock.unlink()
+    read_only(job.root)
+    done = prune_remote(job.root, url, Rules(parse_policy("last=1"), ALL))
+    assert [each.step for each in Remote(url).list_steps() if each.manifest] == [2], done
+
+
 def test_no_age_removes_a_copy_once_a_step_was_committed_in_the_future(job: Job, url: str) -> None:
     for step in (1, 2):
         commit_files(job.root, step, at=time.time() + (step - 1.5) * 1e6)
