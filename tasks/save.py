@@ -42,7 +42,7 @@ def repeat(part: Part) -> dict[str, Any]:
         try:
             await state.aresult()
         except Exception as error:
-            return part.transient(error)
+            return part.transient(error) or type(error) is RuntimeError  # as `Part.repeat`
         return False
 
     return {

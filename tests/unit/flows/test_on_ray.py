@@ -1,14 +1,17 @@
 """How functions run in Ray processes; whole flows run in tests/integration."""
 
+import asyncio
 import pickle
 from pathlib import Path
 
 import pytest
+from prefect.states import exception_to_failed_state
 
+from tasks.save import repeat
 from trinity_sync.errors import RemoteError, SaveError
 from trinity_sync.orchestration import on_node
 from trinity_sync.orchestration.on_node import RemoteTracebackError, call
-from trinity_sync.pipeline.save import Part, Share, is_io_error
+from trinity_sync.pipeline.save import UPLOAD, Part, Share, is_io_error
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.storage.placement import NodeShards
 from trinity_sync.storage.uncommitted import Persisted
@@ -64,6 +67,26 @@ def fail_in_an_http_client() -> None:
         raise UnpicklableError("503", request=None)
     except UnpicklableError as error:
         raise RemoteError("the store does not answer") from error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_repeated"),
+    [
+        (RemoteError("the store does not answer"), True),
+        (RuntimeError("can't start new thread"), True),
+        (NotImplementedError("a protocol"), False),
+        (SaveError("the step is corrupted"), False),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_task_is_repeated_after_what_the_saver_repeats(
+    error: Exception, is_repeated: bool
+) -> None:
+    async def ask() -> bool:
+        failed = await exception_to_failed_state(error)
+        return bool(await repeat(UPLOAD)["retry_condition_fn"](None, None, failed))
+
+    assert asyncio.run(ask()) is is_repeated
 
 
 def test_a_node_repeats_what_failed_with_an_io_error_and_nothing_else(
