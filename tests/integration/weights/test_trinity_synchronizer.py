@@ -1,5 +1,6 @@
 """The Synchronizer that Trinity gets, on real Ray and without Trinity."""
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,14 @@ from trinity_sync.layout import steps_on_disk
 from trinity_sync.retention.policies import ALL, parse_policy
 from trinity_sync.retention.prune import plan_prune, prune
 from trinity_sync.retention.removal import Rules
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.steps_in_use import list_steps_in_use
 
 
 @pytest.fixture
-def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
+def synchronizer(
+    ray_node: None, root: Path, namespace: str, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     config = SimpleNamespace(
         checkpoint_job_dir=str(root),
         ray_namespace=namespace,
@@ -33,7 +37,8 @@ def synchronizer(ray_node: None, root: Path, namespace: str) -> Iterator[Any]:
             name="explorer", rollout_model=SimpleNamespace(engine_type="vllm")
         ),
         synchronizer=SimpleNamespace(
-            sync_method=SimpleNamespace(value="checkpoint"), sync_timeout=60
+            sync_method=SimpleNamespace(value="checkpoint"),
+            sync_timeout=getattr(request, "param", 60),
         ),
     )
     actor = TrinitySynchronizer.get_actor(config)
@@ -102,6 +107,21 @@ def test_an_explorer_gets_the_returned_version_while_it_is_available(
     assert given(synchronizer) == 1
     publish(3)
     assert given(synchronizer) == 3, "the trainer has two slots and has filled both again"
+
+
+@pytest.mark.parametrize("synchronizer", [0.1], indirect=True)
+def test_an_explorer_keeps_its_weights_where_readers_refuse_a_version(
+    synchronizer: Any, job: Job
+) -> None:
+    write_job_settings(job.root, {"on_nonfinite": "refuse"})
+    node, state = ray.get_runtime_context().get_node_id(), first()
+    for step, value in ((1, math.nan), (2, 2.0)):
+        state["0.b"].fill_(value)
+        assert ask(synchronizer.publish.remote(upload(job, step, state, node=node)))
+        assert ask(synchronizer.wait_new_model_state_dict.remote(step - 1)) == step
+        if step == 1:
+            assert [*synchronizer.get_model_state_dict_iterator.remote()] == []
+    assert given(synchronizer) == 2
 
 
 def test_an_explorer_never_gets_parts_of_two_versions_if_the_synchronizer_is_killed(

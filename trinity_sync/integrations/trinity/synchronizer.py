@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from trinity_sync.errors import ConfigError, TrinitySyncError
+from trinity_sync.errors import ConfigError, TrinitySyncError, WeightSyncError
 from trinity_sync.integrations.trinity.job import require_supported
 from trinity_sync.storage.steps_in_use import lease_to_read
 from trinity_sync.weights.reader import WeightReader
@@ -104,7 +104,7 @@ class TrinitySynchronizer(Synchronizer):
 
         It is the version that `wait_new_model_state_dict` returned, by which the explorer labels
         its rollouts, or the newest, if that version was overwritten. A checkpoint between two
-        uploads is a version as well.
+        uploads is a version as well. Of one that readers refuse, nothing is yielded.
         """
         versions, step = self._registry.versions, self._returned_version
         version = versions.find(step, "memory") or versions.find(step, "checkpoint")
@@ -113,11 +113,14 @@ class TrinitySynchronizer(Synchronizer):
             async for named in super().get_model_state_dict_iterator():
                 yield named
             return
-        reader = WeightReader(ray.get_runtime_context().current_actor, name="explorers")
+        here, limit_s = ray.get_runtime_context().current_actor, min(60.0, self._settings.timeout_s)
+        reader = WeightReader(here, name="explorers", timeout_s=limit_s)
         tensors = reader.iter_weights(version)
         try:
             while item := await asyncio.to_thread(next, tensors, None):
                 yield item
+        except WeightSyncError as error:  # such as refused values
+            logger.error("version %d is not loaded, explorers keep theirs: %s", step, error)
         finally:
             await asyncio.to_thread(tensors.close)
 
