@@ -218,9 +218,10 @@ class StepLoader:
 
 def _require_same_groups(live: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Refuse what an optimizer would, before anything is changed."""
-    optimizers = {n: each for n, each in live.items() if isinstance(each, torch.optim.Optimizer)}
-    for name in optimizers.keys() & states.keys():
-        both = optimizers[name].param_groups, states[name].get("param_groups", ())
+    for name, each in live.items():
+        if not isinstance(each, torch.optim.Optimizer) or name not in states:
+            continue
+        both = each.param_groups, states[name].get("param_groups", ())
         here, saved = ([len(group["params"]) for group in groups] for groups in both)
         if here != saved:
             raise ConfigError(
