@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.errors import ConfigError, StackError
+from trinity_sync.errors import ConfigError, StackError, WeightSyncError
 from trinity_sync.layout import job_id_of
 from trinity_sync.weights.ray_cluster import (
     NAMESPACE,
@@ -162,7 +162,12 @@ class Synchronizer(TrinityMethods):
             WeightSyncError: ranks did not add their images in time; the message names them.
         """
         self._require_role(version)
-        if complete := await self._registry.add_images(version, world_size, timeout_s):
+        try:
+            complete = await self._registry.add_images(version, world_size, timeout_s)
+        except WeightSyncError:
+            await self._end_waits_for(version)
+            raise
+        if complete:
             await self.publish(complete)
 
     # Calls of explorers and readers
@@ -232,18 +237,15 @@ class Synchronizer(TrinityMethods):
             lambda: self._registry.versions.newer(than, readable=readable), timeout_s
         )
 
-    async def set_serving(self, reader: str, step: int | None, run: int | None = None) -> None:
+    async def set_serving(self, reader: str, step: int, run: int) -> None:
         """Record the version that a reader serves.
 
         Args:
             reader: its name.
-            step: the version's step; None if the reader has stopped serving.
-            run: the version's run; by default the newest that has the step.
+            step: the version's step.
+            run: the version's run.
         """
-        if step is None:
-            self._registry.versions.remove_reader(reader)
-        else:
-            self._registry.versions.set_serving(reader, step, self._registry.now(), run)
+        self._registry.versions.set_serving(reader, step, self._registry.now(), run)
         await self._registry.save()
 
     async def readers(self) -> tuple[Reader, ...]:

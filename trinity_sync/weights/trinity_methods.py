@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from trinity_sync.errors import ConfigError, WeightSyncError
+from trinity_sync.saves.journal import Entry
 from trinity_sync.weights.committed import find_model_path
 from trinity_sync.weights.registry import AsyncVersionRegistry
 from trinity_sync.weights.sync_barrier import Rendezvous, Status, SyncSettings
@@ -283,10 +284,7 @@ class TrinityMethods:
         return self._registry.number
 
     async def notify_no_new_model_state_dict(self) -> None:
-        """Release the calls that wait in `wait_new_model_state_dict`.
-
-        While a save is in flight nothing is done: its commit or failure releases them.
-        """
+        """Release the calls of `wait_new_model_state_dict`, unless a save is in flight."""
         last = await self._registry.find_last_save()
         if last is None or last.has_ended or last.step <= self._registry.number:
             self._refusals += 1
@@ -297,9 +295,12 @@ class TrinityMethods:
         while True:
             last, newest = await self._registry.find_last_save(), self._registry.versions.newest()
             if last and last.has_failed and (newest is None or newest.source == "checkpoint"):
-                self._failed = max(self._failed, (last.run, last.step))
-                await self._registry.notify()
+                await self._end_waits_for(last)
             await asyncio.sleep(_PROBE_S)
+
+    async def _end_waits_for(self, failed: Entry | Version) -> None:
+        self._failed = max(self._failed, (failed.run, failed.step))
+        await self._registry.notify()
 
     async def set_trainer_status(self, status: Any) -> None:
         """Set the trainer's status; one that stops releases the explorers that wait.

@@ -293,14 +293,8 @@ class VersionRegistry:
 
     # Readers
 
-    def set_serving(self, reader: str, step: int, now: float, run: int | None = None) -> None:
-        """Record the version that a reader serves.
-
-        The run is by default the newest that has the step.
-        """
-        if run is None:
-            made_by = [r for r, s in self._versions if s == step]
-            run = max(made_by, default=self.run)
+    def set_serving(self, reader: str, step: int, now: float, run: int) -> None:
+        """Record the version that a reader serves."""
         serving = self._serving.pop(reader, None)
         if serving is None or (serving.run, serving.step) != (run, step):
             newer_at = [at for key, at in self._known_at.items() if key > (run, step)]
@@ -308,10 +302,6 @@ class VersionRegistry:
         self._serving[reader] = serving
         if len(self._serving) > MOST_READERS:
             del self._serving[next(iter(self._serving))]
-
-    def remove_reader(self, reader: str) -> None:
-        """Remove a reader that has stopped serving."""
-        self._serving.pop(reader, None)
 
     def readers(self, now: float) -> tuple[Reader, ...]:
         """Return all readers, sorted by name; ``now`` in seconds since the epoch."""

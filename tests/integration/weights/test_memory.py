@@ -169,6 +169,18 @@ def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> No
     publisher.wait(0)  # each failure is raised once
 
 
+def test_an_explorer_does_not_wait_for_a_version_that_lacks_a_rank(
+    job: Job, ray_node: None, namespace: str
+) -> None:
+    synchronizer = Synchronizer.get_actor(namespace=namespace, root=job.root)
+    ray.get(synchronizer.set_trainer_status.remote("running"))
+    waits = synchronizer.wait_new_model_state_dict.remote(0)
+    until(lambda: ray.get(synchronizer.explorer_requires_sync.remote()), "its wait")
+    Publisher(synchronizer, job.root, job.spool, gather_s=0.05).publish(stage_image(job, 7))
+    assert ray.get(waits, timeout=250) == 0
+    ray.kill(synchronizer)
+
+
 def test_added_images_outlive_a_killed_synchronizer(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool)
     publisher.publish(stage_image(job, 3))

@@ -292,7 +292,7 @@ def test_a_synchronizer_killed_during_a_run_restarts_with_the_right_version(
     commit_files(root, 3, kind="state_dict")
     ask(synchronizer.set_trainer_status.remote("running"))
     ask(synchronizer.publish.remote(version(root, 7)))
-    ask(synchronizer.set_serving.remote("rollout-0", 7))
+    ask(synchronizer.set_serving.remote("rollout-0", 7, 1))
     waiting = synchronizer.wait_newer.remote(7, None)
     commit_files(root, 8, kind="state_dict")
     kill(synchronizer, root)

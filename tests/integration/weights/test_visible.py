@@ -16,7 +16,7 @@ def serve_version_5_to_one_reader(root: Path) -> None:
         write_address(root, "synchronizer-x", "trinity_sync")
         registry = AsyncVersionRegistry(root, "actor", clock=lambda: 1.7e9)
         await registry.record(Version(5, 1, "memory", str(root)))
-        registry.versions.set_serving("rollout-0", 5, registry.now())
+        registry.versions.set_serving("rollout-0", 5, registry.now(), 1)
         await registry.record(Version(7, 1, "checkpoint", str(root)))
 
     asyncio.run(work())

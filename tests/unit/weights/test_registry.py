@@ -76,7 +76,7 @@ def test_a_registry_is_restored_from_its_state(events: list[tuple[str, int, int]
     for now, (what, run, step) in enumerate(events):
         if what == "record":
             registry.record(version(run, step, "checkpoint" if step % 2 else "memory"), float(now))
-            registry.set_serving(f"reader-{step}", step, float(now))
+            registry.set_serving(f"reader-{step}", step, float(now), run)
         elif run not in registry.runs:
             registry.add_runs([Run(run, "key", step)])
     state = SynchronizerState("job", registry.state)
@@ -157,7 +157,7 @@ def test_old_versions_are_removed_except_the_newest_commit_and_readers_are_bound
     assert registry.newest("checkpoint") == version(1, 0, "checkpoint")
     registry = registry_of((1, 1))
     for now in range(MOST_READERS + 5):
-        registry.set_serving(f"pod-{now}", 1, float(now))
+        registry.set_serving(f"pod-{now}", 1, float(now), 1)
     names = {reader.name for reader in registry.readers(1e4)}
     assert len(names) == MOST_READERS
     assert "pod-4" not in names
@@ -166,19 +166,17 @@ def test_old_versions_are_removed_except_the_newest_commit_and_readers_are_bound
 def test_a_reader_is_stale_since_the_next_newer_version() -> None:
     registry = VersionRegistry()
     registry.record(version(1, 5), 10.0)
-    registry.set_serving("a", 5, 12.0)
+    registry.set_serving("a", 5, 12.0, 1)
     (fresh,) = registry.readers(15.0)
     assert (fresh.since, fresh.behind, fresh.stale_s) == (12.0, 0, 0.0)
     for step in range(6, 40):
         registry.record(version(1, step), 14.0 + step)
     (stale,) = registry.readers(100.0)
     assert (stale.step, stale.behind, stale.stale_s) == (5, 34, 80.0)
-    registry.set_serving("a", 38, 101.0)  # late from the start
+    registry.set_serving("a", 38, 101.0, 1)  # late from the start
     assert registry.readers(102.0)[0].stale_s == 49.0
-    registry.set_serving("a", 39, 101.0)
+    registry.set_serving("a", 39, 101.0, 1)
     assert registry.readers(102.0)[0].stale_s == 0.0
-    registry.remove_reader("a")
-    assert registry.readers(102.0) == ()
 
 
 @pytest.mark.parametrize(("served", "behind"), [((1, 12), 1), ((1, 9), 2), ((2, 11), 0)])
