@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -15,26 +16,35 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from trinity_sync.client.attachments import attachment_path
-from trinity_sync.client.collaborators import Collaborators
+from trinity_sync.client.attachments import Attachments, attachment_path
+from trinity_sync.client.commit_watcher import CommitWatcher
+from trinity_sync.client.function_runner import FunctionRunner
 from trinity_sync.client.init_root import open_root, open_together, resolve_root
-from trinity_sync.client.preemption import EmergencySave, noticed_by_any, run_emergency_save
+from trinity_sync.client.preemption import (
+    EmergencySave,
+    Preemption,
+    noticed_by_any,
+    run_emergency_save,
+)
 from trinity_sync.client.run_context import RunContext, find_start_key, make_run_key
 from trinity_sync.client.save_submitter import (
     OBJECTS,
     SaveHandle,
+    SaveSubmitter,
     check_components,
     read_states,
     select_own,
 )
 from trinity_sync.client.saver_control import SaveTrigger
-from trinity_sync.client.state_saver import NOTHING_STAGED, DcpFolders
+from trinity_sync.client.state_saver import NOTHING_STAGED, DcpFolders, StateSaver, UploadCheck
+from trinity_sync.client.step_loader import StepLoader
 from trinity_sync.errors import ConfigError, SaveFailedError, SaveTimeoutError, TrinitySyncError
 from trinity_sync.fs.process import hold_handlers
 from trinity_sync.layout import (
     COMPONENTS,
     KINDS,
     Kind,
+    WriteConcurrency,
     check_name,
     check_number,
     check_seconds,
@@ -43,10 +53,11 @@ from trinity_sync.layout import (
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import Export, Origin, Parent, open_identity, require_root
 from trinity_sync.snapshot.spool import JobSpool, open_job_spool, remove_replaced_spools
-from trinity_sync.snapshot.stager import Staged, estimate_nbytes
+from trinity_sync.snapshot.stager import Staged, Stager, estimate_nbytes
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.storage.job_settings import read_job_settings
 from trinity_sync.storage.manifest import read_run_head
+from trinity_sync.storage.metrics import MetricsLog
 from trinity_sync.storage.placement import NodeRanks, group_by_node
 from trinity_sync.storage.restore import load_bytes, restore_folder
 from trinity_sync.storage.save_functions import FunctionStatus
@@ -57,7 +68,7 @@ CLOSE_S = 10.0
 """Seconds for which `close` wakes the saver for what was just submitted."""
 
 
-class CheckpointCoordinator(Collaborators):
+class CheckpointCoordinator:
     """Saves and loads the steps of a job; each rank has one coordinator.
 
     A save costs the training loop one copy into shared memory. The saver of the
@@ -170,6 +181,39 @@ class CheckpointCoordinator(Collaborators):
         """Whether an emergency save has waited for its commit."""
         self._failures: list[str] = []
         """Failures that no `wait_all` has raised yet."""
+
+    def _make_collaborators(
+        self, requests: SaveTrigger, identity: str, write_concurrency: WriteConcurrency
+    ) -> None:
+        """Make the objects of this process, each with the others that it has."""
+        root, settings, rank = self.root, self.settings, self.rank
+        here = (root, self.spool, self._run, rank, self.world_size, self._places)
+        self._watcher = CommitWatcher(requests, self.spool, rank=rank, run=self._run)
+        self._watcher.node_ranks = next(each.ranks for each in self._places if rank in each.ranks)
+        self._submitter = SaveSubmitter(
+            *here, self._watcher, identity, self.roles, write_concurrency
+        )
+        self._stager = Stager(
+            self.spool,
+            slots=settings.slots,
+            ranks=sum(len(each.ranks) for each in self._places if each.node == settings.node),
+            slot_wait_s=settings.slot_wait_s,
+            on_long_wait=self._watcher.hurry,
+        )
+        self._loader = StepLoader(*here, self._watcher, self._stager)
+        self._states = StateSaver(
+            self._stager,
+            self._submitter.submit_states,
+            self._watcher.has_failed,
+            check_overlap=settings.overlap == "check",
+        )
+        self._attachments = Attachments(root, rank, self._states)
+        self._functions = FunctionRunner(root, self.spool)
+        self._uploads = UploadCheck(root, self.spool)
+        self._metrics = MetricsLog(root, self._run.find_run_of_metrics)
+        self._preemption = Preemption(settings.save_by)
+        dropped = weakref.finalize(self, _end_watcher, self._watcher, os.getpid())
+        dropped.atexit = False
 
     @classmethod
     def of_process_group(
@@ -1143,3 +1187,12 @@ class CheckpointCoordinator(Collaborators):
 
 def _kind(is_state_dict: bool) -> Kind:
     return "state_dict" if is_state_dict else "checkpoint"
+
+
+def _end_watcher(watcher: CommitWatcher, process: int) -> None:
+    """End the thread of a coordinator that was dropped without `close`, as a notebook's cell does.
+
+    Not in a forked child, which has the locks of its parent's threads.
+    """
+    if os.getpid() == process:
+        watcher.end_at_most(10.0)
