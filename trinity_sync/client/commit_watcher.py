@@ -79,7 +79,7 @@ class CommitWatcher:
         self._leads = rank == 0
         # no reference: the thread lives on, and a coordinator that is gone has no living run
         self._own_run = weakref.ref(run) if run and self._leads else None
-        self._watch_at = 0.0
+        self._watch_at = self._care_at = 0.0
         self._away = ""
         self._left = ""
         """Key of the last save that the stack has left to the saver, which was woken for it."""
@@ -101,7 +101,6 @@ class CommitWatcher:
         """When nothing more is done (monotonic)."""
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a signal's handler may wake too
-        self._care_at = 0.0
 
     def follow(
         self,
@@ -131,10 +130,7 @@ class CommitWatcher:
             self._start()
 
     def start_saver(self) -> None:
-        """Have the thread of a node's first rank start the saver; the first save finds it then.
-
-        Otherwise it begins during the copy of that save, and takes a core for 0.3 s.
-        """
+        """Have a node's first rank start the saver, which else takes a core in the first copy."""
         if self._rank == min(self.node_ranks, default=0):
             self._trigger.start_saver(self._spool.folder.name)
             with self._lock:
@@ -199,9 +195,7 @@ class CommitWatcher:
             return failures
 
     def wait_for(self, key: str, deadline: float | None = None) -> str:
-        """Wait until one save is not pending; return why it failed, empty if it is committed.
-
-        `wait` returns the failure as well.
+        """Wait until one save is not pending; return why it failed, as `wait` will, or nothing.
 
         Raises:
             SaveTimeoutError: as `wait`.
@@ -212,9 +206,7 @@ class CommitWatcher:
 
     def warn_of_pending(self) -> None:
         """Say which saves an interrupted process leaves in shared memory."""
-        with self._lock:
-            pending = [save.request for save in self._pending.values()]
-        if pending:
+        if pending := [save.request for save in self._list_pending()]:
             logger.warning(
                 "Interrupted. In shared memory, and committed without this process once a stack "
                 "or a saver runs here: %s. See: trinity-sync runs %s",
@@ -224,8 +216,7 @@ class CommitWatcher:
     def has_committed(self, key: str) -> bool:
         """Return whether a save that this process has submitted is committed."""
         with self._lock:
-            save = self._pending.get(key)
-            if save is None:
+            if not (save := self._pending.get(key)):
                 return key not in self._failed
         with suppress(OSError, TrinitySyncError):  # the root cannot be read
             # a copy, since the thread looks as well
@@ -286,10 +277,9 @@ class CommitWatcher:
     def _has_work(self) -> bool:
         if self._end_at < math.inf:
             return self._trigger.has_unsent and time.monotonic() < self._end_at
-        if self._leads and (self._pending or self._thread):  # from the first save on
-            return True
-        waits = bool(self._waiting and self._pending)
-        return waits or self._sweeps or self._trigger.has_unsent
+        of_saves = self._pending if self._waiting or self._leads else {}
+        stands = self._leads and self._thread  # from the first save on
+        return bool(of_saves or stands or self._sweeps or self._trigger.has_unsent)
 
     def _start(self) -> None:
         """Start the thread if there is work, or wake it; call it under the lock."""
