@@ -7,14 +7,16 @@ for its answer: no collective is needed, and no training thread is blocked.
 import logging
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from trinity_sync.errors import WeightSyncError
 from trinity_sync.snapshot.identity import read_identity
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import VersionTag
-from trinity_sync.weights.ray_cluster import require_ray
+from trinity_sync.weights.ray_cluster import find_synchronizer, require_ray
 from trinity_sync.weights.versions import make_shard
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class Publisher:
         version = make_shard(tag, slot, self._root, self._identity, self._node)
         call = self._synchronizer.add_images.remote(version, tag.world_size, self._gather_s)
         answer: Future[None] = call.future()
-        answer.add_done_callback(lambda done: _log_failure(description, done))
+        answer.add_done_callback(lambda done: self._note_failure(done, description))
         self._pending = [
             (other, each) for other, each in self._pending if not each.done() or each.exception()
         ]
@@ -75,12 +77,17 @@ class Publisher:
         if failures:
             raise WeightSyncError("; ".join(failures))
 
+    def _note_failure(self, answer: "Future[None]", what: str) -> None:
+        if error := answer.exception():
+            logger.error("%s is not published; training continues: %s", what, _get_cause(error))
+            Thread(target=self._find_synchronizer, name="publisher", daemon=True).start()
+
+    def _find_synchronizer(self) -> None:
+        """Take the Synchronizer that has replaced a stopped one."""
+        with suppress(OSError):  # the root is away
+            self._synchronizer = find_synchronizer(self._root) or self._synchronizer
+
 
 def _get_cause(error: BaseException) -> BaseException:
     """Return the error that the actor raised, without Ray's traceback."""
     return getattr(error, "cause", None) or error
-
-
-def _log_failure(description: str, answer: "Future[None]") -> None:
-    if error := answer.exception():
-        logger.error("%s is not published; training continues: %s", description, _get_cause(error))

@@ -161,6 +161,26 @@ def test_a_reader_switches_to_the_synchronizer_that_replaces_a_stopped_one(
     ray.kill(synchronizer)
 
 
+def test_a_trainer_switches_to_the_synchronizer_that_replaces_a_stopped_one(
+    job: Job, ray_node: None, namespace: str
+) -> None:
+    job.world_size = 1
+    stopped = Synchronizer.get_actor(namespace=namespace, root=job.root)
+    publisher = Publisher(stopped, job.root, job.spool)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(stopped.stop.remote())
+    synchronizer = Synchronizer.get_actor(namespace=namespace, root=job.root)
+    ray.get(synchronizer.latest.remote())
+    publisher.publish(stage_image(job, 1))
+    with pytest.raises(WeightSyncError, match=r"version 1 .* is not published"):
+        publisher.wait(60)
+    until(lambda: publisher._synchronizer == synchronizer, "the other one to be found")
+    publisher.publish(stage_image(job, 2))
+    publisher.wait(60)
+    assert ray.get(synchronizer.latest.remote()).step == 2
+    ray.kill(synchronizer)
+
+
 def test_a_rank_that_does_not_upload_is_named(job: Job, synchronizer: Any) -> None:
     publisher = Publisher(synchronizer, job.root, job.spool, gather_s=0.05)
     publisher.publish(stage_image(job, 7))
