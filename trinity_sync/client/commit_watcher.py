@@ -33,7 +33,6 @@ from trinity_sync.fs.atomic import read_file
 from trinity_sync.saves.journal import PATIENCE_S, Entry, Journal, append
 from trinity_sync.saves.save_request import SaveRequest
 from trinity_sync.saves.save_status import PendingSave, end_images
-from trinity_sync.snapshot.identity import SaveId, label_run
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.storage.placement import describe_ranks, read_placement
 
@@ -164,21 +163,6 @@ class CommitWatcher:
         """Return whether this process knows that a save has failed."""
         with self._lock:
             return key in self._failed
-
-    def find_attempt(self, save: SaveId) -> SaveId:
-        """Return the first attempt of a save, from ``save`` on, that has not failed.
-
-        What the other processes of the save know is read from the root: one that has not submitted
-        an attempt joins them in the next.
-        """
-        journal = Journal(save.root, label_run(save))
-        with suppress(OSError):
-            journal.read()
-        while True:
-            entry = journal.find(save.key)
-            if not (self.has_failed(save.key) or (entry and entry.has_failed)):
-                return save
-            save = replace(save, attempt=save.attempt + 1)
 
     def wait(self, deadline: float | None) -> list[str]:
         """Wait until no save is pending; return the failures since the last call.

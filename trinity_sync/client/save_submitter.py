@@ -27,8 +27,9 @@ from trinity_sync.layout import (
     check_seconds,
     check_type,
 )
+from trinity_sync.saves.journal import Journal
 from trinity_sync.saves.save_request import SaveRequest
-from trinity_sync.snapshot.identity import Export, Origin, SaveId, require_root
+from trinity_sync.snapshot.identity import Export, Origin, SaveId, label_run, require_root
 from trinity_sync.snapshot.image import LaidOut
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.stager import Staged
@@ -144,7 +145,7 @@ class SaveSubmitter:
             check_name("role", role)
         save = self._save_id(step, kind, self.roles if kind == "checkpoint" else (role,))
         if again or (step, kind) in self.monitored:
-            save = self.watcher.find_attempt(save)
+            save = self._find_attempt(save)
         return Origin(
             **vars(save),
             role=role,
@@ -240,7 +241,7 @@ class SaveSubmitter:
                     "register_and_monitor, so that its states are saved with its functions"
                 )
         else:
-            save = self.watcher.find_attempt(save)
+            save = self._find_attempt(save)
         request = self._request(save, list_components(mine), expected=expected)
         write_request(self.spool, save, request.model_dump_json())
         self.monitored = {k: v for k, v in self.monitored.items() if k[0] == step}
@@ -267,6 +268,21 @@ class SaveSubmitter:
         if self.is_first:
             with suppress(Exception):  # the watcher's thread tries again
                 self.watcher.ensure_saver(is_submitted=True)
+
+    def _find_attempt(self, save: SaveId) -> SaveId:
+        """Return the first attempt of a save, from ``save`` on, that has not failed.
+
+        What the other processes of the save know is read from the root: one that has not submitted
+        an attempt joins them in the next.
+        """
+        journal = Journal(save.root, label_run(save))
+        with suppress(OSError):
+            journal.read()
+        while True:
+            entry = journal.find(save.key)
+            if not (self.watcher.has_failed(save.key) or (entry and entry.has_failed)):
+                return save
+            save = replace(save, attempt=save.attempt + 1)
 
     def _save_id(self, step: int, kind: Kind, roles: tuple[str, ...]) -> SaveId:
         """Return the last attempt of a save."""
