@@ -2,14 +2,15 @@
 
 import errno
 import gc
+import io
 import logging
 import mmap
 import os
 import resource
 import signal
-import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.forked import Program
+from tests.support.dying import end_of
 from tests.support.job import Job, mapped_nbytes
 from tests.support.meanwhile import when_opened
 from tests.support.waiting import WAIT_S
@@ -46,8 +47,6 @@ def staged_state(job: Job, step: int) -> dict[str, torch.Tensor]:
     sealed = [s for s in job.spool.tickets()[0] if s.ticket.step == step]
     with lock_slot(sealed[0].slot) as content:
         copy = bytes(content[: sealed[0].ticket.nbytes])
-    import io
-
     return torch.load(io.BytesIO(copy), weights_only=True)
 
 
@@ -87,8 +86,6 @@ def test_a_structure_that_changes_between_saves_leaves_no_trace_of_the_old_one(j
 
 
 def test_staging_keeps_no_reference_to_the_live_tensors(job: Job) -> None:
-    import weakref
-
     weight = torch.zeros(10)
     seen = weakref.ref(weight)
     job.stage(1, {"model": {"w": weight}})
@@ -214,19 +211,12 @@ def test_a_wall_clock_that_is_set_forward_evicts_no_fresh_image(
 
 
 def test_images_of_a_process_that_was_killed_are_evicted_oldest_first(job: Job) -> None:
-    script = textwrap.dedent(
-        f"""
-        import os, signal, torch
-        from pathlib import Path
-        from tests.support.job import Job, mapped_nbytes
-        from trinity_sync.snapshot.spool import JobSpool
-        job = Job(Path({str(job.root)!r}), JobSpool(Path({str(job.spool.folder)!r})))
+    def stage_and_die() -> None:
         for step in (1, 2):
-            job.stage(step, {{"model": {{"w": torch.zeros(3)}}}})
+            job.stage(step, {"model": {"w": torch.zeros(3)}})
         os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    Program(script).end(-signal.SIGKILL)
+
+    assert end_of(stage_and_die) == -signal.SIGKILL
     first = job.spool.read_step(job.save(1))[0]
     os.utime(ticket_path(first.slot))  # as of a wall clock that was set back in between
     job.stage(3, {"model": {"w": torch.zeros(3)}})

@@ -3,10 +3,10 @@
 A restarted trainer uses the slots of its predecessor, which may still run.
 """
 
+import os
 import random
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.support.dying import end_of
-from tests.support.forked import Program
 from tests.support.job import Job
 from tests.support.weights import version_in
 from trinity_sync.errors import ImageError
+from trinity_sync.snapshot.slot import Slot
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.snapshot.ticket import VersionTag
 from trinity_sync.weights.version_view import SlotReader
@@ -153,25 +153,19 @@ def test_a_trainer_killed_in_the_middle_of_an_image_leaves_no_image_that_is_used
     first, _ = trainers
     first.upload(5)
     slot = first.job.spool.slot("actor", "model", 0, 0)
-    Program(KILLED, slot).end(-signal.SIGKILL)
+
+    def fill_in_part_and_die() -> None:
+        filled = Slot(slot)
+        assert filled.try_lock()
+        filled.begin("another image", 20_000)[:1000] = 7
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert end_of(fill_in_part_and_die) == -signal.SIGKILL
     assert first.publish(5) is None
     first.stage(5)
     assert same(first.commit(5), first.state(5))
     first.stage(6)
     assert same(first.commit(6), first.state(6))
-
-
-KILLED = textwrap.dedent(
-    """
-    import os, signal, sys, torch
-    from pathlib import Path
-    from trinity_sync.snapshot.slot import Slot
-    slot = Slot(Path(sys.argv[1]))
-    assert slot.try_lock()
-    slot.begin("another image", 20_000)[:1000] = 7
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-)
 
 
 def test_a_child_of_a_trainer_shares_no_lock_with_it(trainers: tuple[Trainer, Trainer]) -> None:

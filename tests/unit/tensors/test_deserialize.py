@@ -83,12 +83,6 @@ def test_a_tensor_that_is_kept_keeps_no_memory_of_the_others(
         assert torch.equal(tensor, {**small, **large}[name])
 
 
-def test_memory_lives_as_long_as_a_tensor_in_it() -> None:
-    tensor = from_memory(image_of({"a": torch.arange(5000), "b": torch.zeros(5000)}))["a"]
-    assert torch.equal(tensor, torch.arange(5000))
-    assert torch.equal(from_memory(saved({"again": tensor}))["again"], tensor)
-
-
 @pytest.mark.parametrize("kind", sorted(SPECIAL.keys() - {"storage"}))
 @pytest.mark.parametrize("save", [image_of, saved])
 def test_whatever_torch_saves_comes_back(kind: str, save: Callable[[Any], bytes]) -> None:
