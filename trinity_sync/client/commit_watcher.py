@@ -129,7 +129,7 @@ class CommitWatcher:
             self._start()
 
     def start_saver(self) -> None:
-        """Have a node's first rank start the saver, which else takes a core in the first copy."""
+        """Have the thread of a node's first rank start the saver; the first save finds it then."""
         if self._rank == min(self.node_ranks, default=0):
             self._trigger.start_saver(self._spool.folder.name)
             with self._lock:

@@ -205,6 +205,7 @@ class CheckpointCoordinator:
             self._stager,
             self._submitter.submit_states,
             self._watcher.has_failed,
+            self._submitter.prepare,
             check_overlap=settings.overlap == "check",
         )
         self._attachments = Attachments(root, rank, self._states)
@@ -636,7 +637,9 @@ class CheckpointCoordinator:
         if unwritten := self._metrics.flush(step):
             origin = replace(origin, metrics=unwritten)
         try:
-            self._submitter.prepare(origin.role, again=self._states.has_saved)
+            again = self._states.has_saved
+            waits = again or bool(self.spool.tickets()[0])  # images of a run that was killed
+            self._submitter.prepare(origin.role, again=again, starts=waits)
         except (OSError, TrinitySyncError) as error:
             if not self._states.has_saved:
                 raise

@@ -158,18 +158,19 @@ class SaveSubmitter:
             replicas=dict(replicas or {}),
         )
 
-    def prepare(self, role: str, *, again: bool = False) -> None:
+    def prepare(self, role: str, *, again: bool = False, starts: bool = True) -> None:
         """Have everything ready that commits a save after the death of this process.
 
         Rank 0 writes the placement of the role's ranks into the root, once a run, and the first
         rank of each node has the node's saver live; ``again``, a failure of that is told later.
+        Unless it ``starts`` the saver, another call before the seal has to.
         """
         if self.rank == 0 and role not in self.placed:
             run = self.run.get()
             require_root(self.root, self.spool.folder.name)
             write_placement(self.root, run.number, run.key, role, self.places)
             self.placed.add(role)
-        if self.is_first:
+        if self.is_first and starts:
             with suppress(Exception) if again else nullcontext():  # `send` tries again
                 self.watcher.ensure_saver()
                 self.spool.mark_run(self.run.get().key)  # a program may have removed the folder

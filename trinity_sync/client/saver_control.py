@@ -14,8 +14,9 @@ saves has ended, however it ended. Where saves wait and their saver was killed w
 worker of the node starts one of its own.
 
 The saver requests the flow runs of saves, and commits what none has begun in time, and everything
-where no stack is known. It is started before each save, so it outlives trainer and server. A save
-whose images were evicted before it was begun has failed (`SaveTrigger.find_failures`).
+where no stack is known. It is started before the images of a save are sealed, so it outlives
+trainer and server. A save whose images were evicted before it was begun has failed
+(`SaveTrigger.find_failures`).
 """
 
 import errno

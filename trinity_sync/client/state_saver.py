@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ class StateSaver:
     """Called with the origin of the images and what was staged, once they are sealed."""
     has_failed: Callable[[str], bool] = lambda _: False
     """Return whether a save that was submitted has failed since, by request key."""
+    prepare: Callable[[str], object] = lambda _: None
+    """Starts what commits the first save, of this role, once it is copied: it takes a core."""
     check_overlap: bool = field(default=False, kw_only=True)
     """Whether to compare overlapped images with a digest taken at the call."""
     has_saved: bool = field(default=False, init=False)
@@ -406,6 +409,8 @@ class StateSaver:
         """Copy and seal what was laid out, and submit the save."""
         origin = plan.origin
         try:
+            if not self.has_saved:
+                plan.before_seal = partial(self.prepare, origin.role)
             staged = self.stager.copy(plan)
         except Exception as error:
             return self.fail(origin, error)

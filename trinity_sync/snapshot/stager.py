@@ -98,6 +98,8 @@ class StagePlan:
     locks: ExitStack = field(default_factory=ExitStack)
     """Releases the slots that already hold an image."""
     computed: ComputedEvents = field(default_factory=dict)
+    before_seal: Callable[[], object] | None = None
+    """Called once all is copied; nothing is sealed after an error of it."""
     laid_out_s: float = 0.0
     """Seconds from the beginning until the plan was complete, which is all that an overlapped save
     stalls the call for."""
@@ -268,6 +270,8 @@ class Stager:
                 for slot, _ in filled:  # the same submission: a retry may be writing it
                     failure_path(slot.path).unlink(missing_ok=True)
             elif plan.seals:
+                if plan.before_seal:
+                    plan.before_seal()
                 self._seal(filled, self._measure_stall(plan))
                 if plan.again:
                     self.slots.free_others(plan.origin, {ticket.image for _, ticket in filled})

@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ from trinity_sync.saves import save_status
 from trinity_sync.saves.journal import read_entry
 from trinity_sync.settings import StackSettings
 from trinity_sync.snapshot.identity import IDENTITY_FILE, JobIdentity
+from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.discovery import read_latest_pointer, require_committed
 from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.placement import NodeRanks
@@ -261,6 +263,43 @@ def test_the_first_save_of_a_training_that_is_prewarmed_finds_its_saver(
     other.prewarm({"model": 9})
     assert not other._watcher._trigger.has_unsent
     assert other._watcher._thread is None
+
+
+@pytest.mark.parametrize(
+    ("order", "overlap", "waits"),
+    [
+        (["_fill", "_start", "_seal"], False, False),
+        (["_fill", "_start", "_seal"], True, False),
+        (["_start", "_fill", "_seal"], False, True),  # the copy may wait for a slot
+    ],
+)
+def test_the_saver_starts_after_the_copy_of_the_first_save_and_before_its_seal(
+    saves: Saves,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    order: list[str],
+    overlap: bool,
+    waits: bool,
+) -> None:
+    if waits:
+        job.stage(1, {"model": {"w": torch.zeros(3)}})  # by a run that was killed
+    done: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def call(*given: Any, **options: Any) -> Any:
+            done.append(name)
+            return work(*given, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    note(Stager, "_fill")
+    note(SaverControl, "_start")
+    note(Stager, "_seal")
+    saves.save(2, {"model": {"w": torch.ones(3)}}, overlap=overlap)
+    saves.wait_staged()
+    assert [*dict.fromkeys(done)] == order
 
 
 def test_savers_of_two_containers_may_have_the_same_process_id(tmp_path: Path) -> None:
