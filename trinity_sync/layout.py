@@ -101,7 +101,8 @@ def refuse_url(root: str | Path) -> None:
     check_type("root", root, str | Path, "a folder")
     if not str(root):
         raise ConfigError("the root is empty, as is a variable without a value; pass a folder")
-    if not _is_utf8(Path(root).absolute()) or not is_path(str(root)):
+    full = str(Path(root).absolute())
+    if full.encode(errors="ignore").decode() != full or not is_path(str(root)):
         raise ConfigError(
             f"root {str(root)!r} has a NUL or bytes that are not valid UTF-8, which records and "
             "messages do not support; rename the folder"
@@ -296,11 +297,3 @@ def job_id_of(real: Path, identity: str = "") -> str:
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", name_job(real))[-_READABLE:].strip("-") or "job"
     digest = hashlib.sha256(b"\0".join([os.fsencode(real), identity.encode()]))
     return f"{readable}-{digest.hexdigest()[:8]}"
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
