@@ -185,7 +185,6 @@ class SplitModel:
     adapter: dict[str, str]
     """Name in the step by name in the adapter's file."""
     config: bytes
-    """Content of the adapter's ``adapter_config.json``."""
 
 
 def split_adapter(

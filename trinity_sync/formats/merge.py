@@ -231,7 +231,6 @@ class _Sources:
     saved: Sequence[SavedState]
     shares: Sequence[float]
     newest: int
-    """Index of the newest of them."""
     exclude: Sequence[str]
 
     def iter_mean(self, name: str) -> Iterator[memoryview]:

@@ -79,7 +79,6 @@ class RecordingPickle:
         self.storages: dict[str, torch.UntypedStorage] = {}
         """Storages by the key that torch gives them, in order."""
         self.content = b""
-        """The complete pickle."""
         self.floats = b""
         """Floats of the pickle in order, from `_pack_floats`."""
         self.places: list[int] = []
@@ -274,7 +273,6 @@ class LaidOut:
     """Path of the file below the folder of the role."""
     layout: Layout
     storages: Storages
-    """Storages that fill the holes of the layout."""
 
 
 @contextmanager
@@ -346,7 +344,6 @@ def _save(state: Any) -> Iterator[tuple["_Sink", RecordingPickle]]:
 def _make_layout(
     sink: "_Sink", recorder: RecordingPickle, read: "_StateWalk | None"
 ) -> tuple[Layout, Storages]:
-    """Return the layout and storages of what was written and recorded."""
     storages = [storage for storage in recorder.storages.values() if storage.nbytes()]
     if [storage.nbytes() for storage in storages] != [length for _, length in sink.holes]:
         raise ImageError(
@@ -565,11 +562,9 @@ class _StateWalk:
 
     @cached_property
     def floats(self) -> bytes:
-        """`_pack_floats`, in pickle order."""
         return _pack_floats(self.values)
 
     def visit(self, value: Any) -> None:
-        """Add a value, and all that is in it."""
         kind = type(value)
         if kind in _TENSORS:
             self._add_tensor(value, kind)

@@ -101,7 +101,6 @@ class MutationGuard:
             )
 
     def _moved(self) -> list[torch.UntypedStorage]:
-        """Return the storages that were freed, resized or moved."""
         return [
             storage
             for storage, address, nbytes in self._memory
@@ -138,7 +137,6 @@ class _Samples:
         self._at_the_call = self._taken(_read)
 
     def changed(self) -> list[torch.UntypedStorage]:
-        """Return the storages whose bytes have changed."""
         if self._device.type == "cpu":
             with _surviving() as read:
                 now = self._taken(read)

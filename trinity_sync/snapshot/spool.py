@@ -65,8 +65,6 @@ JOB_FILE = "job.json"
 
 @dataclass(frozen=True)
 class _Owner(Record, format=SPOOL_FORMAT):
-    """The job of a folder."""
-
     root: str
 
 

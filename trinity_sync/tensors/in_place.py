@@ -160,7 +160,6 @@ def plan_filling(image: memoryview, live: Any) -> Filling:
 def _view_saved(
     image: memoryview, storages: Mapping[int, UnreadStorage], source: torch.Tensor
 ) -> torch.Tensor:
-    """Return the data of a tensor in a file."""
     start = storages[get_storage_id(source.untyped_storage())].start
     at = int(start + source.storage_offset() * source.element_size())
     part = torch.frombuffer(image, dtype=torch.uint8, count=_span(source), offset=at)
@@ -243,7 +242,6 @@ class _Matching:
     state: Any = None
     pairs: list[Pair] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    """Those of the pairs."""
     differing: list[str] = field(default_factory=list)
     meshes: dict[tuple[int, int], tuple[str, DeviceMesh, DeviceMesh]] = field(default_factory=dict)
     """Those of DTensors, saved and live, each with the name of the first."""
@@ -363,7 +361,6 @@ def _match(saved: Any, live: Any) -> _Matching:
 
 
 def _tensors(value: Any, name: str) -> Iterator[str]:
-    """Yield the names of the tensors in a nested state."""
     for keys, _ in iter_tensors(value):
         yield join_keys((name, *keys))[1:]
 

@@ -30,7 +30,6 @@ SMALL = 32 << 10
 Piece = tuple[int, int, int]
 """Target address, source address, number of bytes."""
 Copy = Callable[[int, int, int], object]
-"""Copies one `Piece`."""
 
 
 _get_device: Callable[[torch.UntypedStorage], torch.device] = attrgetter("device")
@@ -258,14 +257,11 @@ def _declare(function: Any, result: type[ctypes.c_int] | None) -> Copy:
     return cast(Copy, function)
 
 
+# `PyDLL` holds the GIL, which is quicker for small pieces; `CDLL` releases it
 _compare = _declare(ctypes.CDLL(None).memcmp, ctypes.c_int)
-"""memcmp without the GIL."""
 _compare_at_once = _declare(ctypes.PyDLL(None).memcmp, ctypes.c_int)
-"""memcmp with the GIL held: quicker for small pieces."""
 _copy = _declare(ctypes.CDLL(None).memmove, None)
-"""memmove without the GIL."""
 _copy_at_once = _declare(ctypes.PyDLL(None).memmove, None)
-"""memmove with the GIL held: quicker for small pieces."""
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _POPULATE_WRITE = 23

@@ -101,7 +101,6 @@ FakeTensorMode: Callable[[], AbstractContextManager[Any]] = look_up(
 """Within it, ``torch.load`` makes tensors without data."""
 
 FakeTensor: type[torch.Tensor] = look_up("torch._subclasses.fake_tensor.FakeTensor")
-"""Type of these tensors."""
 
 MAKE_UNSTRIDED = (
     torch.sparse_coo_tensor,

@@ -182,7 +182,6 @@ class VersionRegistry:
 
     def __init__(self, state: RegistryState = RegistryState()) -> None:
         self.runs: dict[int, Run] = {}
-        """All known runs, by number."""
         self.images: dict[Key, dict[int, ImageRef]] = {}
         """Images by rank, of versions in memory that are not recorded yet."""
         self._versions: dict[Key, dict[Source, Version]] = {}

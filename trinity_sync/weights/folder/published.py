@@ -57,9 +57,7 @@ class VersionRecord(Record):
     root: str
     """Root of the job that made the weights."""
     identity: str = ""
-    """Identity of that job."""
     run_key: str = ""
-    """Key of ``run``."""
 
     def is_of_other_root(self, other: Any) -> bool:
         """Return whether a version is of another job; not if the root was moved or recreated."""
