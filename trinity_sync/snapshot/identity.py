@@ -26,7 +26,7 @@ import hashlib
 import json
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -157,7 +157,9 @@ class Origin(SaveId):
     @property
     def save(self) -> SaveId:
         """The save that the images belong to."""
-        return SaveId(**{each.name: getattr(self, each.name) for each in fields(SaveId)})
+        of_run = self.root, self.run, self.run_key
+        of_step = self.step, self.kind, self.roles
+        return SaveId(*of_run, *of_step, identity=self.identity, attempt=self.attempt)
 
 
 @dataclass(frozen=True)
