@@ -290,9 +290,11 @@ job.stage(1, state)
 job.commit(1)
 job.stager().memory.run(looks=False)
 taken = []
-while not find_shortage() and job.spool.slot("actor", "model", 0, 0).stat().st_blocks:
-    taken.append(b"x" * (4 << 20))
-job.stager().memory.run()
+while job.spool.slot("actor", "model", 0, 0).stat().st_blocks:
+    if find_shortage():  # it passes where the file of the step is written back meanwhile
+        job.stager().memory.run()
+    else:
+        taken.append(b"x" * (4 << 20))
 for role in ("actor", "reference"):
     print(role, job.spool.slot(role, "model", 0, 0).stat().st_blocks * 512 >> 20)
 taken += [b"x" * (4 << 20) for _ in range(14)]  # more than was left
