@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.util import Finalize
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,8 +184,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stays
     # short, for the sockets below it
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
-    # after multiprocessing has removed its own, with a priority of -100
-    Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-101)
+    config.add_cleanup(partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True)
