@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,16 +174,6 @@ FILES = pytest.StashKey[set[Path]]()
 """Those with tests that ask for the session's stack, which run first."""
 ENDING = pytest.StashKey[ExitStack]()
 """Ends the session's stack."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Give what libraries leave among temporary files, as veRL's locks, a folder that goes."""
-    if hasattr(config, "workerinput"):
-        return
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stays
-    # short, for the sockets below it
-    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
-    config.add_cleanup(partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True)
