@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -86,8 +86,11 @@ def await_reaching() -> None:
 def end_savers(spool: Path) -> None:
     """Kill the savers of a spool, and leave no thread that would start another one."""
     await_reaching()
-    for saver in savers_of(spool):
-        saver.kill()
+    while savers := savers_of(spool):  # what one has just started has its command, or none yet
+        for saver in savers:
+            with suppress(psutil.NoSuchProcess):
+                saver.kill()
+        psutil.wait_procs(savers, 1)
 
 
 def train(root: Path, settings: Settings, folder: Path, *arguments: str) -> str:
