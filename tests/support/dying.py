@@ -23,13 +23,17 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 
 
 NUMBERS = {
+    "flock": (73, 32),
+    "fsync": (74, 82),
     "ftruncate": (77, 46),
     "getpriority": (140, 141),
     "link": (86, 37),
     "madvise": (28, 233),
     "pwrite64": (18, 68),
+    "read": (0, 63),
     "sched_setaffinity": (203, 122),
     "setpriority": (141, 140),
+    "write": (1, 64),
 }
 """Numbers of system calls on x86_64 and on aarch64."""
 

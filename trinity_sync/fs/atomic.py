@@ -66,6 +66,7 @@ def pin_folder(folder: Path) -> Iterator[Path]:
             yield Path(f"/proc/self/fd/{fd}")
         except OSError as error:
             error.strerror = _LINKED if error.errno == errno.ELOOP else error.strerror
+            error.filename = error.filename or str(folder)  # a write names no file
             for name in ("filename", "filename2"):
                 if found := getattr(error, name):
                     setattr(error, name, str(found).replace(f"/proc/self/fd/{fd}/", f"{folder}/"))
@@ -143,6 +144,7 @@ def read_file(path: Path) -> bytes:
             with open(open_regular(path, os.O_RDONLY), "rb") as file:
                 return file.read(min(os.fstat(file.fileno()).st_size, _MOST_BYTES))
         except OSError as error:
+            error.filename = error.filename or os.fspath(path)  # a read names no file
             if error.errno != errno.ESTALE or time.monotonic() > end:
                 raise
         time.sleep(0.01)
@@ -289,7 +291,11 @@ def sync_file(path: Path) -> None:
 
 def _sync(path: Path, flags: int) -> None:
     with open_fd(path, flags) as fd:
-        os.fsync(fd)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            error.filename = os.fspath(path)
+            raise
 
 
 @contextmanager

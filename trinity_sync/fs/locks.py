@@ -84,6 +84,9 @@ class LockFile:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            error.filename = os.fspath(self.path)
+            raise
         return True
 
     def try_acquire_range(self, how: int = fcntl.F_RDLCK, start: int = 0, length: int = 0) -> bool:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from tests.support.restricted import restricted
 from tests.support.steps import commit_files
 from trinity_sync.errors import CommitError, LockTimeoutError
 from trinity_sync.fs import locks as lock_file
-from trinity_sync.fs.atomic import link_or_copy
+from trinity_sync.fs.atomic import link_or_copy, read_file, replace_file, sync_file
 from trinity_sync.fs.locks import (
     LockFile,
     acquire_commit_lock,
@@ -491,3 +491,28 @@ def test_a_file_is_created_or_copied_where_it_can_have_no_other_name(
     assert end_of(work) == 0
     assert (tmp_path / "copy").read_bytes() == b"first"
     assert (tmp_path / "copy").stat().st_nlink == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "call", "named"),
+    [
+        ("read", read_file, "pins/1.json"),
+        ("flock", lambda path: LockFile(path, os.O_RDWR).try_acquire(), "pins/1.json"),
+        ("fsync", sync_file, "pins/1.json"),
+        ("write", lambda path: replace_file(path, "pinned"), "pins"),
+    ],
+)
+def test_an_error_of_a_file_that_is_open_names_it_or_its_folder(
+    tmp_path: Path, refused: str, call: Callable[[Path], object], named: str
+) -> None:
+    private = tmp_path / ".trinity_sync"
+    (private / "pins").mkdir(parents=True)
+    (private / "pins/1.json").write_text("1")
+
+    def work() -> None:
+        refuse_calls(errno.EIO, refused)
+        with pytest.raises(OSError, match="Input/output") as raised:
+            call(private / "pins/1.json")
+        assert raised.value.filename == str(private / named)
+
+    assert end_of(work) == 0
