@@ -48,6 +48,8 @@ def prune_remote(
     with suppress(OSError), try_acquire_file_lock(sending_lock(place.root, remote.url)) as is_idle:
         for step in [each for each in place.left if is_idle and each not in here]:
             remote.remove_leftovers(step, IN_FLIGHT_S)
+    if done.error:
+        raise done.error
     return done
 
 

@@ -21,6 +21,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -97,19 +98,26 @@ def prune(
     """Remove what was planned and nothing else, as far as it is still valid; return what was.
 
     Images in ``spool``, this node's, may need the files of a step. ``recycle``, as in the settings,
-    keeps large files for block reuse, as many bytes as the largest of the newest steps has. Raises
-    as `carry_out`.
+    keeps large files for block reuse, as many bytes as the largest of the newest steps has.
+
+    Raises:
+        OSError: something cannot be removed; all else is.
+        CommitError, LockTimeoutError: as `carry_out`.
     """
     job = JobSpool(spool / job_id(root)) if spool else None
     for error in job.tickets()[1] if job else []:
         logger.warning("pruning %s without this image: %s", root, error)
-    quarantine = remove_quarantined(root, plan.quarantine)
     done = carry_out(RootSteps(root, job), plan)
     largest = max((each.nbytes for each in plan.newest.values()), default=0)
-    _empty_trash(Path(root), keep=largest if can_reuse_blocks(root, recycle) else 0)
-    for each in done.removed:
-        remove_metrics(root, each.step, each.run)
-        remove_export_files(root, each.step)
+    keep, quarantine = largest if can_reuse_blocks(root, recycle) else 0, list[str]()
+    with ExitStack() as parts:  # each is done, from the last to the first, whatever another raises
+        parts.callback(_empty_trash, Path(root), keep=keep)
+        parts.callback(lambda: quarantine.extend(remove_quarantined(root, plan.quarantine)))
+        for each in done.removed:
+            parts.callback(remove_metrics, root, each.step, each.run)
+            parts.callback(remove_export_files, root, each.step)
+    if done.error:
+        raise done.error
     return replace(done, quarantine=tuple(quarantine))
 
 
@@ -250,9 +258,9 @@ def _empty_trash(root: Path, *, keep: int) -> None:
     trash = root / PRIVATE_FOLDER / "trash"
     if not trash.is_dir():
         return
-    with acquire_file_lock(trash.parent / TRASH_LOCK, limit_s=LONG_S):
-        for folder in trash.iterdir():
-            remove_folder(root, folder, keep=keep)
+    with acquire_file_lock(trash.parent / TRASH_LOCK, limit_s=LONG_S), ExitStack() as removals:
+        for folder in trash.iterdir():  # all, also if one cannot be removed
+            removals.callback(remove_folder, root, folder, keep=keep)
 
 
 def list_prunable_quarantine(root: str | Path, policy: Policy, now: float | str) -> list[str]:
@@ -279,11 +287,15 @@ def remove_quarantined(root: str | Path, names: Sequence[str]) -> list[str]:
     if not names:
         return []
     folders = map(quarantine_folder(root).joinpath, names)
-    with acquire_commit_lock(root) as lock:  # no rewind adds steps meanwhile
+    with acquire_commit_lock(root) as lock, ExitStack() as moves:  # no rewind adds steps meanwhile
         gone = [folder for folder in folders if folder.is_dir()]
-        for folder in gone:
+
+        def move_held(folder: Path) -> None:
             lock.require_held()
             _move_to_trash(Path(root), folder)
+
+        for folder in gone:  # all, also if one cannot be moved
+            moves.callback(move_held, folder)
     return [folder.name for folder in gone]
 
 

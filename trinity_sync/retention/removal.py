@@ -117,6 +117,8 @@ class RemovalPlan:
     """Names of the folders in quarantine to remove, oldest first."""
     reduced: tuple[tuple[StepInfo, str], ...] = ()
     """Steps of which only the weights are to stay, and reasons, oldest first."""
+    error: OSError | None = None
+    """Why the first of those that could not be removed was not."""
 
     @property
     def nbytes(self) -> int:
@@ -299,12 +301,14 @@ def list_held(root: Path) -> dict[int, list[str]]:
 def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
     """Remove the steps of a plan, as far as it is still valid; return what became of them.
 
-    Other removals, saves and readers may run meanwhile.
+    Other removals, saves and readers may run meanwhile. A step that cannot be removed, e.g. as it
+    is immutable, stops no other: they would fill the disk.
 
     Raises:
-        OSError, CommitError, LockTimeoutError, RemoteError: as the place; earlier steps of the plan
-            are removed.
+        CommitError, LockTimeoutError, RemoteError: as the place; earlier steps of the plan are
+            removed.
     """
+    failed: OSError | None = None
     removed: list[StepInfo] = []
     reduced: list[tuple[StepInfo, str]] = []
     spared: list[tuple[StepInfo, str]] = []
@@ -314,6 +318,8 @@ def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
             why = place.remove_step(each, find_reason, reduce=bool(reason))
         except ManifestError as error:
             why = str(error)
+        except OSError as error:
+            why, failed = str(error), failed or error
         if why == GONE:
             continue
         if why:
@@ -323,7 +329,8 @@ def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
             reduced.append((each, reason))
         else:
             removed.append(each)
-    return replace(plan, removed=tuple(removed), reduced=tuple(reduced), spared=tuple(spared))
+    done = replace(plan, removed=tuple(removed), reduced=tuple(reduced), spared=tuple(spared))
+    return replace(done, error=failed)
 
 
 def _find_reason_to_keep(place: Place, planned: StepInfo, plan: RemovalPlan) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,6 +143,30 @@ def test_a_removed_step_leaves_no_files(root: Path) -> None:
     for step in (3, 4):
         require_committed(root, step)
     assert prune(root, "last=2").removed == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["global_step_1", ".trinity_sync/quarantine/20200101T000000Z", ".trinity_sync/trash/first"],
+)
+def test_what_cannot_be_removed_is_named_and_keeps_nothing_else(root: Path, name: str) -> None:
+    for each in ("trash/first", "trash/other", *(f"quarantine/2020010{n}T000000Z" for n in "123")):
+        (root / ".trinity_sync" / each).mkdir(parents=True)
+    commit(root, 1, 2, 3)
+    write_metrics(root, 1, 2, {"reward": 2})
+    newest = Rules(parse_policy("last=1"), ALL, quarantine=parse_policy("last=1"))
+    plan, busy = plan_prune(root, newest, 2e9), str(root / name)
+    if subprocess.run(["mount", "--bind", busy, busy], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        with pytest.raises(OSError, match=f"busy.*{name}"):
+            drive(root, plan)
+    finally:
+        subprocess.run(["umount", "-l", busy], check=True)
+    folders = root, root / ".trinity_sync/quarantine", root / ".trinity_sync/trash"
+    left = {path for each in folders for path in each.glob("[g2fo]*")}
+    assert left == {root / "global_step_3", folders[1] / "20200103T000000Z", root / name}
+    assert read_metrics(root, 1, 2) == {}
 
 
 def test_no_more_than_the_confirmed_steps_and_folders_are_removed(root: Path) -> None:
