@@ -60,6 +60,7 @@ from trinity_sync.saves.save_status import FAILURES, compare_late_images, end_im
 from trinity_sync.settings import Settings, StackSettings
 from trinity_sync.snapshot.identity import label_run, register_root
 from trinity_sync.snapshot.spool import JobSpool, check_worker, list_job_spools, make_own_folder
+from trinity_sync.snapshot.ticket import is_named
 from trinity_sync.storage.placement import is_on_several_nodes
 from trinity_sync.storage.save_functions import has_running_functions
 from trinity_sync.storage.uncommitted import is_being_written
@@ -245,15 +246,18 @@ class Saver:
     def run(self) -> None:
         """Commit what waits, until no process saves; return at once if another saver does so."""
         make_own_folder(self._spool)
-        lock = LockFile(lock_path(self._spool, self._name), os.O_RDWR | os.O_CREAT)
+        path = lock_path(self._spool, self._name)
+        self._held = lock = LockFile(path, os.O_RDWR | os.O_CREAT)
         try:
             lock.acquire(limit_s=LINGER_S)  # another may be about to end
             with suppress(OSError):  # shared memory is full
                 os.truncate(lock.fd, 0)
                 os.pwrite(lock.fd, b"%d" % os.getpid(), 0)
             self._serve()
-            while self._look():  # what was submitted as the pipe was closed
+            while is_named(lock, path) and self._look():  # submitted as the pipe was closed
                 self._serve()
+            for saving in [*self._saves.values()]:  # of a spool that is gone
+                saving.join()
         except LockTimeoutError:
             logger.info("another saver serves %s", self._spool)
         finally:
@@ -279,7 +283,9 @@ class Saver:
             os.close(pipe)
 
     def _ends(self, pipe: int) -> bool:
-        """Return whether this saver is idle: a trainer that wakes it now starts another."""
+        """Return whether it is idle, or its spool gone: a trainer that wakes it starts another."""
+        if not is_named(self._held, self._held.path):
+            return True
         if time.monotonic() < self._idle_until:
             return False
         wake, away = self._wake, self._wake.with_name(f"{self._wake.name}.ended")

@@ -575,14 +575,17 @@ def test_a_step_that_the_remote_has_refused_is_sent_when_it_is_submitted_again(
     assert (remote / "global_step_1/manifest.json").exists()
 
 
-def test_two_savers_of_a_spool_are_one(settings: Settings) -> None:
+def test_two_savers_of_a_spool_are_one_also_if_a_user_removes_it(settings: Settings) -> None:
     command = [sys.executable, "-m", "trinity_sync.saver", str(settings.spool)]
     keeps = [subprocess.Popen(command) for _ in range(2)]
     await_that(wake_path(settings.spool, name_saver()).exists, "one of them serves")
     pipe = os.open(wake_path(settings.spool, name_saver()), os.O_WRONLY)
     await_that(lambda: [each.poll() for each in keeps].count(0) == 1, "the other one has ended")
+    shutil.rmtree(settings.spool)
+    SaverControl(settings.spool, settings.home).connect()  # of the next training
+    await_that(lambda: [each.poll() for each in keeps] == [0, 0], "the first leaves it the spool")
+    assert len(savers_of(settings.spool)) == 1
     os.close(pipe)
-    assert [each.wait(250) for each in keeps] == [0, 0]
 
 
 def list_begun(job: Job) -> list[Path]:
