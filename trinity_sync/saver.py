@@ -525,6 +525,16 @@ def _has_writer(pipe: int) -> bool:
     return not dict(poll.poll(0)).get(pipe, 0) & select.POLLHUP
 
 
+def _end_without_memory(raised: "sys.UnraisableHookArgs") -> None:
+    """End if a thread lacks memory to begin: Python waits for it for ever, and trainers for this.
+
+    A trainer starts another saver, which resumes the saves.
+    """
+    sys.__unraisablehook__(raised)
+    if issubclass(raised.exc_type, MemoryError):
+        os._exit(1)
+
+
 def main() -> None:
     """Commit what waits in a spool until no process saves there any more."""
     with suppress(OSError):  # a file to which all savers append, and that may allow nothing else
@@ -543,6 +553,7 @@ def main() -> None:
         )
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy starts one for each core otherwise
     saver = Saver(Path(sys.argv[1]), stack, Settings(), name)
+    sys.unraisablehook = _end_without_memory
     signal.signal(signal.SIGTERM, saver.hurry)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     lower_session_priority(os.getpid(), stack.worker.nice)

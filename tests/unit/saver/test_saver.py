@@ -140,8 +140,28 @@ def test_a_log_that_is_long_is_begun_again_where_that_is_allowed(
     assert read_latest_pointer(job.root, "checkpoint") == 1
 
 
+def test_a_saver_whose_thread_lacks_memory_to_begin_ends(
+    job: Job, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lack(_: threading.Thread) -> None:
+        raise MemoryError
+
+    def confine() -> None:
+        signal.alarm(60)
+        monkeypatch.setattr(threading.Thread, "_bootstrap", lack)
+
+    job.stage(1, {"model": {"w": torch.ones(9)}})
+    (job.spool.folder / SERVED).write_text(f"alone {name_saver()}")
+    serve(settings.spool, tmp_path / "log", confine, monkeypatch, code=1)
+    assert "MemoryError" in (tmp_path / "log").read_text()
+
+
 def serve(
-    spool: Path, log: Path, confine: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    spool: Path,
+    log: Path,
+    confine: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int = 0,
 ) -> None:
     """Run the program of a saver, confined, until it has committed what waits."""
     monkeypatch.setattr(saver_module, "LINGER_S", 0.1)
@@ -154,7 +174,7 @@ def serve(
         confine()
         saver_module.main()
 
-    assert end_of(run) == 0
+    assert end_of(run) == code
 
 
 CONFINED = """
