@@ -16,9 +16,10 @@ from trinity_sync.client.collective import broadcast_from_rank_0, lease_on_rank_
 from trinity_sync.client.commit_watcher import CommitWatcher
 from trinity_sync.client.run_context import RunContext
 from trinity_sync.errors import ConfigError
-from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses
-from trinity_sync.layout import KINDS, Kind, check_choice, step_folder
-from trinity_sync.snapshot.spool import JobSpool
+from trinity_sync.fs.atomic import ReadOnChange, lengthen_pauses, list_paths
+from trinity_sync.layout import KINDS, Kind, check_choice, job_id_of, step_folder
+from trinity_sync.snapshot.identity import explain_away, read_identity
+from trinity_sync.snapshot.spool import JobSpool, list_job_spools
 from trinity_sync.snapshot.stager import Stager
 from trinity_sync.storage.discovery import find_newest, require_whole, warn_of_other_step
 from trinity_sync.storage.manifest import Manifest, read_manifest
@@ -193,11 +194,12 @@ class StepLoader:
         if not seconds or self.run.has_begun():
             return
         deadline = time.monotonic() + seconds
-        tickets, pauses = ReadOnChange(self.spool.folder, self.spool.tickets), lengthen_pauses()
+        spools, pauses = _list_spools(self.root, self.spool), lengthen_pauses()
+        tickets = [ReadOnChange(spool.folder, spool.tickets) for spool in spools]
         begun = False
         while steps := {
-            *(each.ticket.step for each in tickets.get()[0] if not each.failed),
-            *(int(path.name.split(".")[1]) for path in list_requests(self.spool)),
+            *(one.ticket.step for each in tickets for one in each.get()[0] if not one.failed),
+            *(int(path.name.split(".")[1]) for each in spools for path in list_requests(each)),
         }:
             if time.monotonic() >= deadline:
                 logger.warning(
@@ -214,6 +216,17 @@ class StepLoader:
                 self.watcher.hurry()
             begun = True
             time.sleep(next(pauses))
+
+
+def _list_spools(root: Path, own: JobSpool) -> list[JobSpool]:
+    """List a job's folder in the spool, and those of other paths to its root: a mount, a link."""
+    spools = [own]
+    alone = list_paths(own.folder.parent, "*-*") == [own.folder]
+    for other in () if alone else list_job_spools(own.folder.parent):
+        of, name = other.read_root(), other.folder.name
+        if of not in (None, root) and name == job_id_of(of, read_identity(root)):
+            spools += [] if explain_away(of, name) else [other]
+    return spools
 
 
 def _require_same_groups(live: Mapping[str, Any], states: Mapping[str, Any]) -> None:

@@ -214,8 +214,9 @@ def test_a_saver_waits_for_no_root_by_the_time_of_a_clock_that_was_set_back(
     away.rename(job.root)
 
 
+@pytest.mark.parametrize("is_moved", [False, True], ids=["mounted again", "a link to another disk"])
 def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_waits(
-    coordinator: Make, settings: Settings, job: Job
+    coordinator: Make, settings: Settings, job: Job, is_moved: bool
 ) -> None:
     saves = coordinator()
     saves.save(1, {"model": {"w": torch.ones(3)}}).wait(250)
@@ -232,5 +233,8 @@ def test_a_saver_ends_without_a_root_for_long_and_the_next_start_commits_what_wa
     assert f"{job.root} is not mounted here" in (settings.home / "saver.log").read_text()
     coordinator().close(0)  # a start without the mount
     shutil.rmtree(job.root)
-    away.rename(job.root)
+    if is_moved:
+        job.root.symlink_to(away)  # starts resolve it
+    else:
+        away.rename(job.root)
     assert coordinator().latest_step(settle_s=60) == 2
