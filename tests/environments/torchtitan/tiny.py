@@ -82,7 +82,8 @@ def _make(spec: ModelSpec) -> Trainer.Config:
 class DyingManager(TrinitySyncCheckpointManager):
     """All ranks die the instant after they have staged step 6.
 
-    The memory of their first save is touched before it: weights, and two tensors of AdamW a weight.
+    The memory of their first save is touched before it: weights, and two tensors of AdamW a weight,
+    names and headers, rounded up to 2 MiB.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -95,7 +96,7 @@ class DyingManager(TrinitySyncCheckpointManager):
         self._saves._stager.memory.run(looks=False)
         weights = sum(each.to_local().nbytes for part in model_parts for each in part.parameters())
         mapped = mapped_nbytes(self._saves.spool.slot("actor", "dcp", self._saves.rank, 0))
-        assert 3 * weights <= mapped <= 3 * weights + (1 << 20), (weights, mapped)
+        assert 3 * weights <= mapped <= 3 * weights + (3 << 20), (weights, mapped)
 
     def _save(self, curr_step: int, *args: Any, **kwargs: Any) -> bool:
         saved = super()._save(curr_step, *args, **kwargs)
