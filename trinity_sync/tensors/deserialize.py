@@ -1,8 +1,9 @@
 """Load the bytes of a ``.pt`` file in memory without a copy; the inverse of ``image``.
 
 ``torch.load`` rebuilds the state as usual, with one difference: where it would read a storage into
-new memory, the unpickler returns the part of the given memory that holds the storage. Nothing is
-copied, and tensors that shared a storage in the file (tied tensors, views) share it in the state.
+new memory, the unpickler returns the part of the given memory that holds the storage. Only what is
+small is copied, and tensors that shared a storage in the file (tied tensors, views) share it in the
+state.
 
 A tensor that is kept does not keep the memory of the others: the pages of a storage are returned to
 the system when its last tensor is deleted.
@@ -134,9 +135,9 @@ def load_image(image: memoryview, path: Path, *, trusted: bool) -> Any:
 def deserialize(image: memoryview, *, plain: bool = False) -> Any:
     """Load bytes as ``torch.load(..., map_location="cpu", weights_only=plain)`` would.
 
-    ``image`` is a whole ``.pt`` file in writable memory that nothing else uses. The tensors of the
-    state are views of it, and a page of a private mapping loses its content with the last tensor in
-    it. Code that the bytes name is run, as in veRL's loading. With ``plain``, only tensors and
+    ``image`` is a whole ``.pt`` file in writable memory that nothing else uses. The large tensors
+    are views of it, and a page of a private mapping loses its content with the last tensor in it.
+    Code that the bytes name is run, as in veRL's loading. With ``plain``, only tensors and
     plain values are loaded, by a copy; call it within `_restrict_to_plain`.
 
     Raises:
@@ -328,6 +329,11 @@ def _no_warning(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
 
 
+_SMALL = 64 << 10
+"""Bytes up to which a storage is copied: the ranks of a mesh, 16,384 of them, outlive its tensors
+in torch's caches, and a borrowed image may be cut then."""
+
+
 def _view(image: memoryview, start: int, nbytes: int, after: int) -> torch.UntypedStorage:
     """Return a part of the image, whose pages are freed with the last tensor in it.
 
@@ -337,7 +343,9 @@ def _view(image: memoryview, start: int, nbytes: int, after: int) -> torch.Untyp
     if not nbytes:
         return torch.UntypedStorage(0, device="cpu")
     part = np.frombuffer(image, np.uint8, nbytes, start)
-    if isinstance(image.obj, mmap.mmap):
+    if nbytes <= _SMALL:
+        part = part.copy()
+    elif isinstance(image.obj, mmap.mmap):
         first, end = -(-start // mmap.PAGESIZE), start + nbytes
         last = -(-end // mmap.PAGESIZE)
         if last * mmap.PAGESIZE > after:

@@ -166,7 +166,7 @@ def test_a_step_that_one_rank_cannot_load_is_loaded_by_none(
     job.world_size = 2
     for step in (2, 4):
         for rank in (0, 1):
-            job.stage(step, {"model": {"w": torch.full((5000,), float(rank))}}, rank=rank)
+            job.stage(step, {"model": {"w": torch.full((20_000,), float(rank))}}, rank=rank)
         job.commit(step, "model")
     torn = job.root / "global_step_4/actor/model_world_size_2_rank_1.pt"
     flip_a_byte(torn, -9000)

@@ -27,7 +27,7 @@ from trinity_sync.storage.restore import RestoredShard, fill_states, load_shards
 SHARD = "actor/model_world_size_1_rank_0.pt"
 
 
-def state(value: float, size: int = 5000) -> dict[str, Any]:
+def state(value: float, size: int = 20_000) -> dict[str, Any]:
     return {"w": torch.full((size,), value)}
 
 
@@ -57,7 +57,7 @@ def test_what_was_restored_from_the_spool_is_not_changed_by_the_next_save(job: J
     assert restored.source == "spool"
     assert load_shard(job.root, 1, SHARD).source == "disk"
     save(job, 2, 2)
-    assert torch.equal(restored.state["w"], torch.full((5000,), 1.5))
+    assert torch.equal(restored.state["w"], torch.full((20_000,), 1.5))
 
 
 def test_a_slot_that_was_filled_again_no_longer_restores_the_old_step(job: Job) -> None:
@@ -75,7 +75,7 @@ def test_a_borrowed_state_is_the_slot_which_is_locked_meanwhile(job: Job) -> Non
     slot = Slot(path)
     shards = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])
     weight = next(shards).state["w"]
-    assert torch.equal(weight, torch.full((5000,), 1.0))
+    assert torch.equal(weight, torch.full((20_000,), 1.0))
     assert str(path) in Path("/proc/self/maps").read_text().split("rw-p", 1)[1]
     assert not slot.try_lock()
     weight.zero_()
@@ -92,7 +92,7 @@ def test_a_state_that_cannot_be_borrowed_is_read_from_disk(job: Job) -> None:
         slot.write_bytes(content)
         (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=[SHARD])
         assert restored.source == "disk"
-        assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
+        assert torch.equal(restored.state["w"], torch.full((20_000,), 1.0))
 
 
 def test_slots_of_equal_files_are_borrowed_and_unlocked_when_that_ends_early(job: Job) -> None:
@@ -120,7 +120,7 @@ def test_a_kept_image_with_a_flipped_byte_is_not_used(
     with caplog.at_level(logging.WARNING):
         (restored,) = load_shards(job.root, 1, [SHARD], spool=job.spool, borrow=borrow)
     assert restored.source == "disk"
-    assert torch.equal(restored.state["w"], torch.full((5000,), 1.0))
+    assert torch.equal(restored.state["w"], torch.full((20_000,), 1.0))
     assert f"no longer holds {SHARD}" in caplog.text
 
 

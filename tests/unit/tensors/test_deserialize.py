@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.support.dtensors import make_dtensor, make_mesh
 from tests.unit.snapshot.test_image import (
     SPECIAL,
     assert_equal,
@@ -47,12 +48,20 @@ def test_values_of_numpy_are_read_where_something_has_imported_the_stub_of_numpy
     assert (found["lr"], [*found["seeds"]]) == (0.5, [0, 1, 2])
 
 
-def test_all_tensors_are_the_memory_that_was_given() -> None:
-    content = bytearray(image_of({"a": torch.ones(2000), "b": torch.ones(3, dtype=torch.bfloat16)}))
+def test_large_tensors_are_the_memory_that_was_given_and_small_ones_outlive_it() -> None:
+    """As the ranks of a mesh: torch keeps the meshes that it has computed on."""
+    mesh, large = make_mesh("cpu", 0, 16384), torch.ones(17_000)
+    sharded = make_dtensor(large, mesh, torch.Size([17_000 * 16384]))
+    small = torch.ones(3, dtype=torch.bfloat16)
+    content = bytearray(image_of({"a": large, "b": small, "m": sharded}))
     start = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
-    for tensor in deserialize(memoryview(content)).values():
+    state = deserialize(memoryview(content))
+    for tensor in (state["a"], state["m"].to_local()):
         assert start <= tensor.data_ptr() < start + len(content)
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    content[:] = bytes(len(content))
+    assert torch.equal(state["b"], small)
+    assert torch.equal(state["m"].device_mesh.mesh, mesh.mesh)
 
 
 def anonymous_memory() -> int:
