@@ -233,15 +233,18 @@ class Slot:
         self._pinned = not failed
 
     def close(self, *, remove: bool) -> None:
-        """Unmap the slot; with ``remove``, as `try_remove_slot`.
+        """Unmap the slot; with ``remove``, as `try_remove_slot`, unless another thread uses it.
 
         In a forked child it does nothing: the slot is the parent's.
         """
         if self.file.fd < 0:
             return
         self._unmap()
-        if remove:
-            try_remove_slot(self.file, self.path)
+        if remove and self._ours.acquire(blocking=False):
+            try:
+                try_remove_slot(self.file, self.path)
+            finally:
+                self._ours.release()
         self.file.close()
 
 

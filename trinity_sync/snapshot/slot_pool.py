@@ -262,14 +262,15 @@ class SlotPool:
         slots = self.list_slots(origin.role, component, origin.rank)
         path = self._spool.slot(origin.role, component, origin.rank, len(slots))
         slot = Slot(path)
-        if slot.try_lock() and slot.free:
+        if slot.try_lock():
             try:
-                slot.image(nbytes)
+                if slot.free:
+                    slot.image(nbytes)
+                    slots.append(slot)
+                    return slot
             except SpoolFullError as error:
                 logger.warning("cannot add a slot: %s", error)
-            else:
-                slots.append(slot)
-                return slot
+            slot.unlock()
         slot.close(remove=True)
         return None
 

@@ -240,6 +240,8 @@ def try_remove_slot(file: LockFile, path: Path) -> bool:
     if free and file.try_acquire_range(fcntl.F_WRLCK) and is_named(file, path):
         remove_records(path)
         path.unlink(missing_ok=True)
+        if file.try_acquire():  # no reader is in it, and those that map it would keep its memory
+            os.truncate(file.fd, 0)
         return True
     with suppress(OSError):  # shared memory is full, or the folder is gone
         path.with_name(path.name + CLOSED_SUFFIX).touch()

@@ -20,7 +20,7 @@ from tests.support.weights import upload
 from tests.unit.conftest import Open
 from trinity_sync.errors import SpoolError
 from trinity_sync.snapshot.slot import Slot
-from trinity_sync.snapshot.spool import JobSpool, get_job_spool
+from trinity_sync.snapshot.spool import JobSpool, get_job_spool, open_job_spool
 from trinity_sync.snapshot.ticket import hold_image, lock_slot, read_version_tag
 from trinity_sync.weights.version_view import SlotReader, VersionOpener
 from trinity_sync.weights.versions import Version
@@ -228,6 +228,26 @@ def test_slots_of_a_removed_spool_take_no_memory_once_they_are_used_again(job: J
     job.stage(2, state(2))
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert [line for line in maps if str(job.spool.folder) in line and "(deleted)" in line] == []
+
+
+def test_a_trainer_that_is_started_again_has_the_memory_of_slots_that_a_reader_has_mapped(
+    job: Job, small_disk: Path
+) -> None:
+    job.spool = open_job_spool(small_disk / "spool", job.root)  # of 4 MiB, as two slots
+    opener, large = VersionOpener("reader"), {"w": torch.ones(300_000)}
+    for step in (1, 2):
+        with opener.open_images(upload(job, step, large), lambda _: ()):
+            pass
+    job.stagers.pop(0).close()
+    job.stage(3, {"model": large}, run=2)
+
+
+def test_memory_that_is_read_or_filled_stays_when_its_trainer_ends(job: Job) -> None:
+    reader = mapped(upload(job, 1, weights(1)))
+    slot, _ = job.stager().slots.acquire(job.origin(2), "model", 5000)
+    filled = slot.begin("an image", 5000)
+    job.stagers.pop(0).close()
+    assert end_of(lambda: (filled.numpy().fill(1), reader.memory.numpy().tobytes())) == 0
 
 
 def test_a_reader_keeps_nothing_of_the_training_that_was_in_the_root_before(
