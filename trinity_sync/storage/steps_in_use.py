@@ -215,7 +215,7 @@ def _read_valid_lease(path: Path, step: int, now: float) -> Lease | None:
     except FileNotFoundError:
         return None  # released meanwhile
     lease = Lease(step, "unknown (its file is torn)", "", "", LEASE_S, path)
-    if found and found.step == step:
+    if found:
         lease = Lease(**vars(found), path=path)
     gone = lease.host == read_process_namespace() and not is_process_alive(lease.process)
     return None if gone or now > acquired_at + lease.ttl_s else lease

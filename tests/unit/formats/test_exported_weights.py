@@ -22,6 +22,7 @@ from peft import (
     get_peft_model,
     get_peft_model_state_dict,
 )
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -235,6 +236,8 @@ def test_half_precision_keeps_what_transformers_keeps_for_it(job: Job, tmp_path:
     commit(job, tmp_path / "metadata", 1, trained.state_dict(), trained.config)
     export_step(job.root, 1, to=tmp_path / "exported", dtype="fp16")
     found = load(kind, tmp_path / "exported", torch.float16)
+    (file,) = (tmp_path / "exported").glob("*.safetensors")
+    assert load_file(file)["model.embed_tokens.weight"].dtype is torch.float16
     assert found.model.norm.weight.dtype is torch.float32
     assert_equal(found, load(kind, tmp_path / "theirs", torch.float16))
 

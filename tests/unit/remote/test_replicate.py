@@ -41,6 +41,7 @@ from trinity_sync.retention.removal import Rules, carry_out, describe_steps, pla
 from trinity_sync.snapshot.identity import open_identity
 from trinity_sync.storage.discovery import find_newest, iter_committed_steps, read_latest_pointer
 from trinity_sync.storage.manifest import Manifest, encode_manifest, read_manifest
+from trinity_sync.storage.replace import fetching_folder
 from trinity_sync.storage.restore import load_states
 from trinity_sync.storage.runs import open_run
 from trinity_sync.storage.steps_in_use import list_leases, pin, tag
@@ -541,7 +542,7 @@ def test_a_corrupted_copy_is_not_committed_and_sent_again_once_its_file_is_remov
     job = commit(4)
     replicate(job.root, any_url, 4)
     remote = Remote(any_url)
-    remote.write_file(4, file_of(4), bytes(remote.list_file_sizes(4)[file_of(4)]))
+    remote.write_file(4, file_of(4), other := bytes(remote.list_file_sizes(4)[file_of(4)]))
     words = rf"remove that file there and .* trinity-sync remote push ROOT 4 {any_url}"
     with pytest.raises(RemoteError, match=words) as corrupted:
         fetch(any_url, 4, tmp_path / "back")
@@ -549,7 +550,10 @@ def test_a_corrupted_copy_is_not_committed_and_sent_again_once_its_file_is_remov
     store, path = url_to_fs(str(corrupted.value).partition(" ")[0])
     store.rm_file(path)
     assert replicate(job.root, any_url, 4).uploaded == 1
+    # nor is a file that an earlier pull has left, if it has changed since
+    (step_folder(fetching_folder(tmp_path / "back"), 4) / file_of(4)).write_bytes(other)
     assert fetch(any_url, 4, tmp_path / "back")[0] == find_newest(tmp_path / "back")
+    assert torch.equal(load_states(tmp_path / "back", 4, "actor")["model"]["w"], state(4)["w"])
 
 
 def test_a_copy_never_takes_the_place_of_another_step_nor_that_of_an_earlier_run(

@@ -177,12 +177,19 @@ def test_files_of_other_users_among_the_spare_files_are_not_reused(
     assert not (tmp_path / "one").exists()
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o744, 0o711])
+@pytest.mark.parametrize(
+    "mode", [0o755, 0o744, 0o711, None], ids=["read", "list", "enter", "a file"]
+)
 def test_a_folder_of_spare_files_that_another_user_has_made_stops_neither_write_nor_removal(
-    tmp_path: Path, step: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+    tmp_path: Path, step: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
 ) -> None:
     remove_folder(tmp_path, step, keep=PLENTY)
-    (tmp_path / ".trinity_sync/spare").chmod(mode)
+    spares = tmp_path / ".trinity_sync/spare"
+    if mode is None:  # it is a file
+        shutil.rmtree(spares)
+        spares.touch()
+    else:
+        spares.chmod(mode)
     tmp_path.chmod(0o777)
     monkeypatch.chdir(tmp_path)  # the folders above it are closed
 
@@ -190,6 +197,7 @@ def test_a_folder_of_spare_files_that_another_user_has_made_stops_neither_write_
         own = Path("own")
         own.mkdir()
         assert not acquire_spare(".", own / "one", WORTHWHILE)
+        (own / "old").write_bytes(b"old" * WORTHWHILE)
         remove_folder(".", own, keep=PLENTY)
         assert not own.exists()
 
