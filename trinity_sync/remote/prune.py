@@ -34,7 +34,7 @@ def prune_remote(
 
     Raises:
         ConfigError: another job's steps are there.
-        RemoteError: the remote cannot be read or written; earlier steps of the plan are removed.
+        RemoteError: the remote cannot be read, or a step there cannot be removed; all others are.
     """
     if rules.checkpoints == ALL:
         return RemovalPlan((), (), {})  # without a request

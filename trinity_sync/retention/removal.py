@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
-from trinity_sync.errors import ConfigError, ManifestError, warn_once
+from trinity_sync.errors import ConfigError, ManifestError, RemoteError, warn_once
 from trinity_sync.fs.file_system import CLOCKS_DIFFER_S, read_file_system_time
 from trinity_sync.layout import KINDS, Kind
 from trinity_sync.retention.policies import ALL, Policy, StepInfo, parse_policy, refuse_metrics
@@ -117,7 +117,7 @@ class RemovalPlan:
     """Names of the folders in quarantine to remove, oldest first."""
     reduced: tuple[tuple[StepInfo, str], ...] = ()
     """Steps of which only the weights are to stay, and reasons, oldest first."""
-    error: OSError | None = None
+    error: OSError | RemoteError | None = None
     """Why the first of those that could not be removed was not."""
 
     @property
@@ -305,10 +305,9 @@ def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
     is immutable, stops no other: they would fill the disk.
 
     Raises:
-        CommitError, LockTimeoutError, RemoteError: as the place; earlier steps of the plan are
-            removed.
+        CommitError, LockTimeoutError: as the place; earlier steps of the plan are removed.
     """
-    failed: OSError | None = None
+    failed: OSError | RemoteError | None = None
     removed: list[StepInfo] = []
     reduced: list[tuple[StepInfo, str]] = []
     spared: list[tuple[StepInfo, str]] = []
@@ -318,7 +317,7 @@ def carry_out(place: Place, plan: RemovalPlan) -> RemovalPlan:
             why = place.remove_step(each, find_reason, reduce=bool(reason))
         except ManifestError as error:
             why = str(error)
-        except OSError as error:
+        except (OSError, RemoteError) as error:
             why, failed = str(error), failed or error
         if why == GONE:
             continue

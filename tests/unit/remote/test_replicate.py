@@ -484,17 +484,21 @@ def test_what_a_killed_upload_or_removal_has_left_is_removed_once_it_is_of_no_sa
     assert replicate(job.root, any_url, 3).uploaded == 2
 
 
-def test_a_copy_whose_removal_fails_does_not_count_any_longer(
+def test_a_copy_whose_removal_fails_does_not_count_any_longer_and_keeps_no_other(
     commit: Callable[..., Job], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "the store is gone")
+    def fail(remote: Remote, folder: str) -> None:
+        if folder.rstrip("/").endswith("global_step_4"):
+            raise OSError(errno.EIO, "it is held")
+        remove(remote, folder)
 
-    replicate(commit(4).root, url, 4)
+    remove = Remote._remove_folder
+    for step in (4, 5, 6):
+        replicate(commit(step).root, url, step)
     monkeypatch.setattr(Remote, "_remove_folder", fail)
-    with pytest.raises(RemoteError, match=r"cannot remove step 4 .* the store is gone"):
-        Remote(url).remove_step(4)
-    assert [each.state for each in Remote(url).list_steps()] == ["not committed"]
+    with pytest.raises(RemoteError, match=r"cannot remove step 4 .* it is held"):
+        prune_remote(commit(7).root, url, Rules(parse_policy("last=1"), ALL))
+    assert [each.state for each in Remote(url).list_steps()] == ["not committed", "valid"]
     assert len(Remote(url).list_file_sizes(4)) > 0
 
 
