@@ -20,6 +20,7 @@ from trinity_sync.cli.report import render_report
 from trinity_sync.orchestration.report.collect import collect_report
 from trinity_sync.orchestration.report.facts import FailureGroup, InFlight, JobReport, StepRow
 from trinity_sync.settings import Settings
+from trinity_sync.storage.job_settings import write_job_settings
 from trinity_sync.storage.metrics import write_metrics
 from trinity_sync.storage.rewind import rewind
 from trinity_sync.storage.runs import Run, add_run, hold_run
@@ -134,6 +135,18 @@ def test_of_many_steps_the_newest_are_listed(facts: JobReport) -> None:
     assert len(table_of(page, "steps")) == 21
     assert "480 older steps" in page
     assert "1500 still older steps" in page
+
+
+def test_retention_that_fails_is_a_problem(job: Job, settings: Settings) -> None:
+    for step in range(1, 8):
+        job.commit_states(step, {"model": {"w": torch.full((9,), float(step))}})
+    found = {"last=3": [], "last=2": ["5 steps", "1 to 5"], "last=1,best=1:up": ["up"]}
+    for keep, words in found.items():
+        write_job_settings(job.root, {"keep": keep})
+        with environment({}):
+            problems = " ".join(collect_report(settings, job.root).health.problems)
+        assert bool(problems) == bool(words), problems
+        assert all(word in problems for word in words), problems
 
 
 def test_it_says_that_no_training_runs(job: Job, settings: Settings) -> None:

@@ -1,6 +1,7 @@
 """Collect the facts of a job: its files, this node's spool and the Prefect server."""
 
 import platform
+import shlex
 import shutil
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ from trinity_sync.client.prefect_api import (
     find_last_attempts,
 )
 from trinity_sync.client.prefect_connection import knows_server
-from trinity_sync.errors import PrefectApiError, TrinitySyncError
+from trinity_sync.errors import ConfigError, PrefectApiError, TrinitySyncError
 from trinity_sync.fs.atomic import list_paths, walk_files
 from trinity_sync.layout import steps_on_disk
 from trinity_sync.orchestration.quantities import VERIFIED, make_artifact_key
@@ -38,13 +39,15 @@ from trinity_sync.orchestration.report.facts import (
 )
 from trinity_sync.orchestration.report.health import group_failures, judge_health
 from trinity_sync.orchestration.report.steps import list_saves, read_steps
+from trinity_sync.retention.prune import plan_prune
+from trinity_sync.retention.removal import Rules
 from trinity_sync.settings import Settings
 from trinity_sync.snapshot.identity import job_id
 from trinity_sync.snapshot.spool import JobSpool
 from trinity_sync.snapshot.ticket import Ticket
 from trinity_sync.storage.block_reuse import list_spares
 from trinity_sync.storage.discovery import list_known_runs
-from trinity_sync.storage.job_settings import read_job_settings
+from trinity_sync.storage.job_settings import JobSettings, read_job_settings
 from trinity_sync.storage.placement import NodeRanks, describe_ranks, list_nodes, read_placement
 from trinity_sync.storage.replace import quarantine_folder
 from trinity_sync.storage.runs import Run, find_living_run, read_start_time
@@ -54,6 +57,8 @@ from trinity_sync.weights.state_files import read_sync_report
 
 MAX_SAVES = 1000
 """Newest saves that a report has."""
+UNKEPT = 5
+"""Steps that no policy keeps from which on retention fails: each save removes those before it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,11 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         root=str(root),
         job=job_id(root),
         created_at=now,
-        health=judge_health(saves, steps, failures, in_flight, now, is_running=is_running(root)),
+        health=judge_health(
+            *(saves, steps, failures, in_flight, now),
+            is_running=is_running(root),
+            retention=[*_find_unkept(root, job, now)],
+        ),
         steps=steps,
         saves=saves,
         runs=tuple(_list_runs(root, starts)),
@@ -122,6 +131,20 @@ def collect_report(settings: Settings, root: Path) -> JobReport:
         server_error=server.error,
         server_limit=PAGE if len(server.runs) == PAGE else 0,
     )
+
+
+def _find_unkept(root: Path, job: JobSettings, now: float) -> Iterator[str]:
+    """Yield what is wrong with the retention of a job, in words."""
+    try:
+        unkept = [each.step for each in plan_prune(root, Rules.of_job(job), now).removed]
+    except ConfigError as error:
+        yield f"no step is removed: {error}"
+        return
+    if len(unkept) >= UNKEPT:
+        yield (
+            f"{len(unkept)} steps that no policy keeps are left, {unkept[0]} to {unkept[-1]}: "
+            f"trinity-sync prune {shlex.quote(str(root))} removes them, or says why it cannot"
+        )
 
 
 def is_running(root: Path) -> bool | None:

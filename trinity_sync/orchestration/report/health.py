@@ -31,12 +31,15 @@ def judge_health(
     now: float,
     *,
     is_running: bool | None = True,
+    retention: Sequence[str] = (),
 ) -> Health:
     """Return whether a job is saved now, measured by its own interval, if its training runs.
 
     ``saves`` are the committed ones, in order of time; ``is_running`` is None if it is not known.
+    ``retention`` is what is wrong with it.
     """
-    problems = [
+    problems = [*retention]
+    problems += [
         f"step {row.step} is corrupted: {row.reason}" for row in steps if row.status == "corrupted"
     ]
     last = max(saves, key=lambda each: each.committed_at, default=None)
