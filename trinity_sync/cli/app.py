@@ -370,9 +370,8 @@ def resolve_step_argument(root: Path, step: str) -> int:
 def print_error(error: BaseException, *, as_json: bool) -> None:
     """Print an error and its hint to stderr."""
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
-        what = f"{error.filename} cannot be opened" if error.filename else "cannot write"
         error = with_hint(
-            ConfigError(f"{what}: {error.strerror}"),
+            ConfigError(f"cannot open or write {error.filename or 'a file'}: {error.strerror}"),
             "run the command as a user who may write there, or free space, change the owner or "
             "mode of the root, or mount it for writing",
         )
