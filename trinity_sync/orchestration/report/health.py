@@ -38,10 +38,8 @@ def judge_health(
     ``saves`` are the committed ones, in order of time; ``is_running`` is None if it is not known.
     ``retention`` is what is wrong with it.
     """
-    problems = [*retention]
-    problems += [
-        f"step {row.step} is corrupted: {row.reason}" for row in steps if row.status == "corrupted"
-    ]
+    corrupted = [row for row in steps if row.status == "corrupted"]
+    problems = [*retention, *(f"step {row.step} is corrupted: {row.reason}" for row in corrupted)]
     last = max(saves, key=lambda each: each.committed_at, default=None)
     loadable = [row for row in steps if row.is_loadable and row.committed_at]
     if last is None and not loadable:
