@@ -370,8 +370,9 @@ def resolve_step_argument(root: Path, step: str) -> int:
 def print_error(error: BaseException, *, as_json: bool) -> None:
     """Print an error and its hint to stderr."""
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        what = f"{error.filename or 'a file'} cannot be opened or written"
         error = with_hint(
-            ConfigError(f"cannot open or write {error.filename or 'a file'}: {error.strerror}"),
+            ConfigError(f"{what}: {error.strerror}"),
             "run the command as a user who may write there, or free space, change the owner or "
             "mode of the root, or mount it for writing",
         )
